@@ -1,0 +1,216 @@
+"""The options, each declared once: default, help with unit, and limit.
+
+Knows nothing of torch, so that a wrong option and --help answer before it is loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ps.errors import ConfigError
+from ps.schedule import FORMS, schedule_factor
+
+USAGE = "torchrun --standalone --nproc_per_node=WORLD_SIZE launch.py [options]"
+EPILOG = """\
+Rank 0 is the parameter server, every other rank a trainer; with one process it is both.
+
+  torchrun --standalone --nproc_per_node=4 launch.py
+  torchrun --standalone --nproc_per_node=3 launch.py --workload mnist --epochs 5 --momentum 0.9
+  torchrun --standalone --nproc_per_node=1 launch.py --num-gpus 1
+  make train WORLD=4 ARGS="--optimizer Adam --lr 0.001"
+
+exit codes: 0 done, 2 bad option or plug-in or data, 3 not started as needed,
+4 a peer was lost, 8 training failed, 130 interrupted (128 + signal)
+"""
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    group: str,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    choices: tuple[str, ...] = (),
+    metavar: str | None = None,
+) -> Any:
+    """A dataclass field that is also a command-line option of the same name."""
+    metadata = {
+        "help": help,
+        "group": group,
+        "least": least,
+        "above": above,
+        "most": most,
+        "choices": choices,
+        "metavar": metavar,
+    }
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """What the person who started the job asked for. The same on every rank."""
+
+    workload: str = option(
+        "auto",
+        "mnist, digits (generated, needs no network), a plug-in as module:function, or auto: "
+        "mnist if it is in --data-dir or can be fetched shortly, else digits",
+        group="workload",
+        metavar="NAME",
+    )
+    data_dir: Path = option(
+        Path("data"), "folder with MNIST/raw, or where to put it", group="workload", metavar="DIR"
+    )
+    data_mirror: str = option(
+        "https://ossci-datasets.s3.amazonaws.com/mnist",
+        "where MNIST is fetched from if it is not in --data-dir",
+        group="workload",
+        metavar="URL",
+    )
+    epochs: int = option(1, "passes over the training set", group="training", least=1)
+    batch_size: int = option(32, "samples in one update", group="training", least=1)
+    optimizer: str = option("SGD", "any optimizer of torch.optim, by name", group="training")
+    lr: float = option(0.03, "learning rate", group="training", above=0)
+    momentum: float = option(0.0, "momentum factor", group="training", least=0, most=1)
+    weight_decay: float = option(0.0, "weight decay factor", group="training", least=0)
+    lr_schedule: str = option(
+        "constant", f"factor on --lr by updates: {FORMS}", group="training", metavar="SCHEDULE"
+    )
+    clip_norm: float = option(
+        0.0, "largest 2-norm of all gradients together, 0 for no limit", group="training", least=0
+    )
+    seed: int = option(
+        0, "seed of weights, order of samples, dropout", group="training", least=0, most=2**63 - 1
+    )
+    compute: str = option(
+        "server",
+        "where forward and backward run: on the server, called by the trainers over RPC",
+        group="machine",
+        choices=("server",),
+    )
+    staleness: str = option(
+        "inf",
+        "updates a gradient may be behind: inf applies each when it arrives",
+        group="machine",
+        choices=("inf",),
+    )
+    num_gpus: int = option(
+        0,
+        "GPUs of the server: 0 for none, 2 to split a Sequential model by layers",
+        group="machine",
+        least=0,
+        most=2,
+    )
+    threads: int = option(
+        0,
+        "threads of one forward or backward, 0 to divide the usable cores among the trainers",
+        group="machine",
+        least=0,
+        most=1024,
+    )
+    run_dir: Path | None = option(
+        None,
+        "folder for what this run leaves; new or empty (default: runs/<time>-<id>)",
+        group="run",
+        metavar="DIR",
+    )
+    start_timeout: float = option(
+        120.0, "seconds to wait for all ranks to arrive", group="run", least=1
+    )
+    rpc_timeout: float = option(
+        60.0, "seconds one call to the server may take", group="run", least=1
+    )
+    log_level: str = option(
+        "info", "least severe line to print", group="run", choices=("debug", "info", "warning")
+    )
+
+    def __post_init__(self) -> None:
+        for spec in fields(self):
+            _check(spec.name, getattr(self, spec.name), spec.metadata)
+        schedule_factor(self.lr_schedule)
+        if self.workload not in ("auto", "mnist", "digits") and not _is_plug_in(self.workload):
+            raise ConfigError(
+                f"--workload must be auto, mnist, digits or module:function, got {self.workload!r}"
+            )
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _check(name: str, got: Any, limits: Any) -> None:
+    if isinstance(got, float) and not math.isfinite(got):
+        raise ConfigError(f"{flag(name)} must be finite, got {got}")
+    if limits["least"] is not None and got < limits["least"]:
+        raise ConfigError(f"{flag(name)} must be {limits['least']} or more, got {got}")
+    if limits["above"] is not None and got <= limits["above"]:
+        raise ConfigError(f"{flag(name)} must be above {limits['above']}, got {got}")
+    if limits["most"] is not None and got > limits["most"]:
+        raise ConfigError(f"{flag(name)} must be {limits['most']} or less, got {got}")
+    if limits["choices"] and got not in limits["choices"]:
+        raise ConfigError(f"{flag(name)} must be {' or '.join(limits['choices'])}, got {got!r}")
+
+
+def _is_plug_in(text: str) -> bool:
+    module, colon, function = text.partition(":")
+    names = [*module.split("."), function]
+    return bool(colon) and all(name.isidentifier() for name in names)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see: python launch.py --help")
+
+
+def parse_args(argv: Sequence[str]) -> Config:
+    """Read the command line. `--help` prints and raises SystemExit(0).
+
+    Raises:
+        ConfigError: an option is unknown, or its value is of the wrong kind or out of range.
+    """
+    parser = _Parser(
+        prog="launch.py",
+        usage=USAGE,
+        description="Train one model with a parameter server on this host.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    groups: dict[str, Any] = {}
+    for spec in fields(Config):
+        group = spec.metadata["group"]
+        if group not in groups:
+            groups[group] = parser.add_argument_group(group)
+        groups[group].add_argument(flag(spec.name), **_argument(spec.default, spec.metadata))
+    return Config(**vars(parser.parse_args(argv)))
+
+
+def _argument(default: Any, metadata: Any) -> dict[str, Any]:
+    kind = Path if default is None else type(default)
+    text = metadata["help"].replace("%", "%%")
+    if default not in (None, ""):
+        text += f" (default: {default})"
+    choices = metadata["choices"]
+    metavar = metadata["metavar"] or ("|".join(choices) if choices else _metavar(kind))
+    return {"type": _named(kind), "default": default, "help": text, "metavar": metavar}
+
+
+def _metavar(kind: type) -> str:
+    return {int: "N", float: "X"}.get(kind, "TEXT")
+
+
+def _named(kind: type) -> Any:
+    """The converter, under the name that argparse shows when a value does not fit."""
+    words = {int: "whole number", float: "number"}
+
+    def convert(text: str) -> Any:
+        return kind(text)
+
+    convert.__name__ = words.get(kind, kind.__name__)
+    return convert

@@ -1,0 +1,41 @@
+"""The errors that end a job, each with the exit code of the process that raises it."""
+
+from __future__ import annotations
+
+
+class PsError(Exception):
+    """Base of every error whose message is meant for the person who started the job."""
+
+    exit_code = 1
+
+
+class ConfigError(PsError):
+    """An option, a plug-in or a data set is unusable. Every rank would see the same."""
+
+    exit_code = 2
+
+
+class LaunchError(PsError):
+    """The process was not started as needed: no torchrun, no RPC, a rank that never came."""
+
+    exit_code = 3
+
+
+class PeerLost(PsError):
+    """A peer that this process needs is gone or does not answer."""
+
+    exit_code = 4
+
+
+class TrainingFailed(PsError):
+    """A gradient is missing or not finite. The weights are as they were before it."""
+
+    exit_code = 8
+
+
+class Interrupted(PsError):
+    """A signal asked this process to end."""
+
+    def __init__(self, signal_name: str, signal_number: int) -> None:
+        super().__init__(f"interrupted by {signal_name}")
+        self.exit_code = 128 + signal_number

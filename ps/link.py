@@ -1,0 +1,365 @@
+"""How ranks find and reach each other: the rendezvous, RPC, and the links over them.
+
+The only module that imports torch.distributed. RPC runs any pickle it is sent, from anybody who
+reaches its port, so on one host everything listens on loopback alone.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.futures import Future
+
+from ps.errors import LaunchError, PeerLost
+from ps.log import log
+from ps.protocol import Order, Result, Service, Train
+from ps.topology import SERVER_RANK, Topology
+
+try:
+    import torch.distributed.autograd as dist_autograd
+    import torch.distributed.rpc as rpc
+except ImportError:  # builds without RPC fail in several ways here
+    rpc = None  # type: ignore[assignment]
+
+SCHEME = "parameter-server"
+REMIND_INTERVAL_S = 5.0
+POLL_INTERVAL_S = 0.05
+CLOSE_BOUND_S = 10.0
+
+
+class Rendezvous:
+    """The store that all ranks of one attempt share: who has arrived, what was announced.
+
+    The store of torchrun outlives a restart, so every key carries the attempt's number.
+    """
+
+    def __init__(self, topology: Topology, bound_s: float) -> None:
+        """Connects and registers this rank. Blocks until rank 0 or torchrun serves the store.
+
+        Raises:
+            LaunchError: nobody served it within bound_s.
+        """
+        self._topology = topology
+        self._bound_s = bound_s
+        if topology.on_one_host:
+            _stay_on_loopback()
+        self.store = dist.PrefixStore(
+            f"attempt-{topology.restart_count}", _connect(topology, bound_s)
+        )
+        self.store.set(_arrived(topology.rank), "1")
+
+    def announce(self, text: str) -> None:
+        """Tell all ranks that rank 0 is ready, with one word for them."""
+        self.store.set("announced", text)
+
+    def announced(self, bound_s: float) -> str:
+        """Wait for announce(). Rank 0 may be fetching data, so it has a bound of its own."""
+        self._wait(
+            lambda: [] if self._has("announced") else [SERVER_RANK], "to be ready", bound_s, 15.0
+        )
+        return bytes(self.store.get("announced")).decode()
+
+    def gather(self) -> None:
+        """Wait until every rank has arrived.
+
+        Raises:
+            LaunchError: some did not within the bound; they are named.
+        """
+        self._wait(self._missing, "to arrive", self._bound_s, REMIND_INTERVAL_S)
+
+    def _missing(self) -> list[int]:
+        return [r for r in range(self._topology.world_size) if not self._has(_arrived(r))]
+
+    def _has(self, key: str) -> bool:
+        return bool(self.store.check([key]))
+
+    def _wait(
+        self, lacking: Callable[[], list[int]], what: str, bound_s: float, remind_s: float
+    ) -> None:
+        """Poll: a blocking wait cannot say who is missing, and prints on every timeout."""
+        start = time.monotonic()
+        reminded = 0
+        while ranks := lacking():
+            waited_s = time.monotonic() - start
+            who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+            if waited_s > bound_s:
+                raise LaunchError(
+                    f"{who} did not come {what} within {bound_s:.0f} s (--start-timeout)"
+                )
+            if waited_s > (reminded + 1) * remind_s:
+                reminded += 1
+                if self._speaks(ranks):
+                    log.info("waiting for %s %s, %.0f of %.0f s", who, what, waited_s, bound_s)
+            time.sleep(POLL_INTERVAL_S)
+
+    def _speaks(self, missing: Sequence[int]) -> bool:
+        """The lowest rank that is here speaks for all."""
+        return self._topology.rank == min(
+            set(range(self._topology.world_size)) - set(missing), default=SERVER_RANK
+        )
+
+
+def _arrived(rank: int) -> str:
+    return f"arrived-{rank}"
+
+
+def _stay_on_loopback() -> None:
+    """RPC and gloo otherwise listen on whatever the host name resolves to. A user's value wins."""
+    interface = "lo" if sys.platform == "linux" else "lo0"
+    for variable in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        os.environ.setdefault(variable, interface)
+
+
+def _connect(topology: Topology, bound_s: float) -> dist.Store:
+    address = (topology.master_addr, topology.master_port)
+    options: dict[str, Any] = {
+        "world_size": topology.world_size,
+        "wait_for_workers": False,
+        "timeout": timedelta(seconds=bound_s),
+    }
+    try:
+        if topology.is_server and not topology.agent_hosts_store:
+            listener = socket.create_server(address)
+            return dist.TCPStore(*address, is_master=True, master_listen_fd=listener.detach(), **options)
+        _wait_for_listener(address, bound_s)
+        return dist.TCPStore(*address, is_master=False, **options)
+    except (OSError, dist.DistNetworkError) as error:
+        raise LaunchError(f"no store at {address[0]}:{address[1]}: {error}") from None
+
+
+def _wait_for_listener(address: tuple[str, int], bound_s: float) -> None:
+    """The store's own connect prints a C++ stack for every try that fails."""
+    start = time.monotonic()
+    reminded = 0
+    while True:
+        try:
+            socket.create_connection(address, timeout=bound_s).close()
+            return
+        except OSError:
+            waited_s = time.monotonic() - start
+            if waited_s > bound_s:
+                raise
+        if waited_s > (reminded + 1) * REMIND_INTERVAL_S:
+            reminded += 1
+            log.info(
+                "waiting for rank 0 to serve %s:%d, %.0f of %.0f s", *address, waited_s, bound_s
+            )
+        time.sleep(POLL_INTERVAL_S)
+
+
+def check_rpc() -> None:
+    """Raises:
+    LaunchError: this build of torch has no usable RPC.
+    """
+    if rpc is None or not rpc.is_available() or not hasattr(rpc, "TensorPipeRpcBackendOptions"):
+        raise LaunchError(
+            "this build of torch has no TensorPipe RPC; install one for Linux or macOS from "
+            "pytorch.org, or train with --nproc_per_node=1"
+        )
+
+
+class RpcGroup:
+    """This process's membership in the RPC group. One per process and lifetime."""
+
+    def __init__(self, topology: Topology, rendezvous: Rendezvous, rpc_timeout_s: float) -> None:
+        """Joins; returns when all ranks have. Trainers call the server, never each other."""
+        dist.register_rendezvous_handler(
+            SCHEME, lambda url, **_: iter([(rendezvous.store, topology.rank, topology.world_size)])
+        )
+        options = rpc.TensorPipeRpcBackendOptions(
+            num_worker_threads=_num_threads(topology),
+            rpc_timeout=rpc_timeout_s,
+            init_method=f"{SCHEME}://",
+            _transports=["uv"],  # the default, shm, polls: an idle process takes a whole core
+        )
+        with warnings.catch_warnings():
+            # RPC's own start uses a process group in a way that torch itself calls deprecated.
+            warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)
+            try:
+                rpc.init_rpc(
+                    _name(topology.rank),
+                    rank=topology.rank,
+                    world_size=topology.world_size,
+                    rpc_backend_options=options,
+                )
+            except RuntimeError as error:
+                raise LaunchError(f"RPC did not start: {error}") from None
+
+    def close(self, *, graceful: bool) -> bool:
+        """Leave; gracefully means together with all others. Tells whether it ended in time.
+
+        Neither torch's graceful nor its local shutdown has a bound that holds in every case.
+        """
+        closing = threading.Thread(
+            target=_shut_down, args=(graceful,), name="rpc-close", daemon=True
+        )
+        closing.start()
+        closing.join(2 * CLOSE_BOUND_S if graceful else CLOSE_BOUND_S)
+        return not closing.is_alive()
+
+
+def _shut_down(graceful: bool) -> None:
+    try:
+        rpc.shutdown(graceful=graceful, timeout=CLOSE_BOUND_S)
+    except RuntimeError as error:
+        log.warning("RPC did not close cleanly: %s", str(error).splitlines()[0])
+
+
+def _name(rank: int) -> str:
+    return "server" if rank == SERVER_RANK else f"trainer-{rank}"
+
+
+def _num_threads(topology: Topology) -> int:
+    """Each trainer has one call at a time, and its backward may overlap the end of its last."""
+    return 2 * len(topology.trainers) if topology.is_server else 2
+
+
+# RPC finds the server by this one name; nothing else may use it.
+_served: Service | None = None
+
+
+def serve(server: Service | None) -> None:
+    """Let the trainers' calls reach this object. Before RpcGroup, so that none is too early."""
+    global _served
+    _served = server
+
+
+def _server() -> Service:
+    assert _served is not None, "nothing is served in this process"
+    return _served
+
+
+def _next_order(trainer: int, result: Result | None) -> Future[Order]:
+    return _server().next_order(trainer, result)
+
+
+def _forward(trainer: int, order: Train, inputs: Tensor) -> Tensor:
+    return _server().forward(trainer, order, inputs)
+
+
+def _evaluate(trainer: int, inputs: Tensor) -> Tensor:
+    return _server().evaluate(trainer, inputs)
+
+
+def _leave(trainer: int) -> None:
+    _server().leave(trainer)
+
+
+def _fail(trainer: int, cause: str, exit_code: int) -> None:
+    _server().fail(trainer, cause, exit_code)
+
+
+if rpc is not None and rpc.is_available():
+    _next_order = rpc.functions.async_execution(_next_order)
+
+
+def context_gradients(context_id: int, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+    """The gradients of these parameters in a dist_autograd context."""
+    gradients = dist_autograd.get_gradients(context_id)
+    return [gradients.get(parameter) for parameter in parameters]
+
+
+def local_gradients(context_id: int, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+    """Take the gradients that a backward in this process left."""
+    gradients = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    return gradients
+
+
+class RpcLink:
+    """The server, called over RPC (see protocol.Server)."""
+
+    def __init__(self) -> None:
+        self._context: Any = None
+
+    def next_order(self, trainer: int, result: Result | None) -> Order:
+        order: Order = _call(_next_order, trainer, result)
+        self._release_context()
+        return order
+
+    @contextmanager
+    def context(self) -> Iterator[int]:
+        """Left open on success: the server reads the gradients when they are handed in."""
+        self._context = dist_autograd.context()
+        try:
+            yield self._context.__enter__()
+        except BaseException:
+            self._release_context()
+            raise
+
+    def forward(self, trainer: int, order: Train, inputs: Tensor) -> Tensor:
+        outputs: Tensor = _call(_forward, trainer, order, inputs)
+        return outputs
+
+    def backward(self, context_id: int, loss: Tensor) -> None:
+        with _named_errors("backward"):
+            dist_autograd.backward(context_id, [loss])
+
+    def evaluate(self, trainer: int, inputs: Tensor) -> Tensor:
+        outputs: Tensor = _call(_evaluate, trainer, inputs)
+        return outputs
+
+    def leave(self, trainer: int) -> None:
+        _call(_leave, trainer)
+
+    def fail(self, trainer: int, cause: str, exit_code: int) -> None:
+        _call(_fail, trainer, cause, exit_code)
+
+    def _release_context(self) -> None:
+        if self._context is not None:
+            self._context.__exit__(None, None, None)
+            self._context = None
+
+
+def _call(function: Callable[..., Any], *args: Any) -> Any:
+    with _named_errors(function.__name__.strip("_")):
+        return rpc.rpc_sync(_name(SERVER_RANK), function, args=args)
+
+
+@contextmanager
+def _named_errors(call: str) -> Iterator[None]:
+    """An error of the transport becomes PeerLost; one raised by the server's code stays itself."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if text.startswith("On WorkerInfo"):
+            raise
+        if "timeout" in text:
+            limit = f"{rpc.get_rpc_timeout():.0f} s"
+            raise PeerLost(f"{call} got no answer from the server in {limit} (--rpc-timeout)") from None
+        raise PeerLost(f"lost the server during {call}: {text.splitlines()[0]}") from None
+
+
+class InProcessLink:
+    """The server object itself, for the one process of world size 1 and for tests."""
+
+    def __init__(self, server: Service) -> None:
+        self._server = server
+        self.evaluate = server.evaluate
+        self.forward = server.forward
+        self.leave = server.leave
+        self.fail = server.fail
+
+    def next_order(self, trainer: int, result: Result | None) -> Order:
+        order: Order = self._server.next_order(trainer, result).wait()
+        return order
+
+    @contextmanager
+    def context(self) -> Iterator[int]:
+        yield 0
+
+    def backward(self, context_id: int, loss: Tensor) -> None:
+        loss.backward()

@@ -1,0 +1,63 @@
+"""What this machine offers: usable cores, the thread budget, and the C library's allocator."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import sys
+from pathlib import Path
+
+CGROUP = Path("/sys/fs/cgroup")
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+_KEEP_BYTES = 1 << 30
+_OLD_GLIBC_LIMIT_BYTES = 1 << 25
+
+
+def usable_cores(cgroup: Path = CGROUP) -> int:
+    """Cores this process may use: its affinity and its cgroup's quota, not the host's count."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    quota = _quota_cores(cgroup)
+    return max(1, min(cores, math.ceil(quota))) if quota else cores
+
+
+def _quota_cores(cgroup: Path) -> float | None:
+    """The CPU quota of cgroup version 2, else version 1, in cores; None without one."""
+    try:
+        quota, period = (cgroup / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        try:
+            quota = (cgroup / "cpu" / "cpu.cfs_quota_us").read_text().strip()
+            period = (cgroup / "cpu" / "cpu.cfs_period_us").read_text().strip()
+        except OSError:
+            return None
+    if quota in ("max", "-1"):
+        return None
+    return int(quota) / int(period)
+
+
+def threads_per_pass(cores: int, num_trainers: int) -> int:
+    """Threads for one forward or backward when each trainer may have one running."""
+    return max(1, cores // num_trainers)
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep large freed buffers instead of returning them to the kernel.
+
+    Otherwise each step pays page faults for its activations anew; one arena keeps the threads
+    of a server from each holding its own. Does nothing where the C library is not glibc.
+    See mallopt(3).
+    """
+    if sys.platform != "linux":
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return
+    if not mallopt(_M_MMAP_THRESHOLD, _KEEP_BYTES):
+        mallopt(_M_MMAP_THRESHOLD, _OLD_GLIBC_LIMIT_BYTES)
+    mallopt(_M_TRIM_THRESHOLD, _KEEP_BYTES)
+    mallopt(_M_ARENA_MAX, 1)

@@ -1,0 +1,152 @@
+"""The list of work: todo, handed out, done. Pure: no torch, no clock, no lock.
+
+Every sample is trained on exactly once per epoch and every test sample evaluated exactly once
+after it, at any number of trainers and whatever their speeds. Which samples batch k of epoch e
+holds depends on the seed alone.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ps.protocol import Evaluate, Evaluated, Result, Train
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """The whole job in numbers."""
+
+    num_train_samples: int
+    num_test_samples: int
+    batch_size: int
+    epochs: int
+    seed: int
+    slice_size: int = 500
+
+    @property
+    def updates_per_epoch(self) -> int:
+        return -(-self.num_train_samples // self.batch_size)
+
+    @property
+    def total_updates(self) -> int:
+        return self.epochs * self.updates_per_epoch
+
+    @property
+    def slices(self) -> int:
+        return -(-self.num_test_samples // self.slice_size)
+
+
+def permutation(seed: int, epoch: int, length: int) -> Sequence[int]:
+    """The order of the samples in an epoch.
+
+    Sorts by random keys: Python promises random() to give the same numbers in every version,
+    which it does not for shuffle().
+    """
+    draw = random.Random(f"{seed}-{epoch}").random
+    keys = [draw() for _ in range(length)]
+    return array("q", sorted(range(length), key=keys.__getitem__))
+
+
+class Orders:
+    """Hands out each order once. The caller holds a lock around every call."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._batches: deque[int] = deque()
+        self._slices: deque[int] = deque()
+        self._handed_out: dict[int, Train | Evaluate] = {}
+        self._epoch = -1
+        self._evaluating: int | None = None
+        self._open_epoch()
+
+    @property
+    def epoch(self) -> int:
+        """The epoch whose batches are handed out."""
+        return self._epoch
+
+    @property
+    def evaluating(self) -> int | None:
+        """The newest epoch whose evaluation was opened. When it changes, no batch is out."""
+        return self._evaluating
+
+    @property
+    def finished(self) -> bool:
+        """Whether all that was planned is done."""
+        return self._evaluating == self._plan.epochs - 1 and self._all_done(Evaluate)
+
+    def take(self, trainer: int) -> Train | Evaluate | None:
+        """The next order for a trainer that holds none, or None if there is none now."""
+        assert trainer not in self._handed_out, f"trainer {trainer} already holds an order"
+        order: Train | Evaluate
+        if self._slices:
+            order = self._slice(self._slices.popleft())
+        elif self._batches:
+            order = self._batch(self._batches.popleft())
+        else:
+            return None
+        self._handed_out[trainer] = order
+        return order
+
+    def finish(self, trainer: int, result: Result) -> None:
+        """Tick off the order that the trainer holds. The result must name that very order."""
+        order = self._handed_out.get(trainer)
+        held = order and _name(order)
+        assert held == _name(result), f"trainer {trainer} holds {held}, not {_name(result)}"
+        del self._handed_out[trainer]
+        self._open_next()
+
+    def held_by(self, trainer: int) -> Train | Evaluate | None:
+        """The order that the trainer holds."""
+        return self._handed_out.get(trainer)
+
+    def leave(self, trainer: int) -> None:
+        """Forget the trainer; what it held goes back to the head of the list."""
+        order = self._handed_out.pop(trainer, None)
+        if isinstance(order, Train):
+            self._batches.appendleft(order.batch)
+        elif order is not None:
+            self._slices.appendleft(order.slice)
+
+    def _open_next(self) -> None:
+        """Open the evaluation of an epoch, and the next epoch behind it, once all before is done.
+
+        That moment is the only one at which the weights are exactly those of a whole epoch.
+        """
+        evaluated = self._evaluating == self._epoch
+        if evaluated or not (self._all_done(Train) and self._all_done(Evaluate)):
+            return
+        self._evaluating = self._epoch
+        self._slices.extend(range(self._plan.slices))
+        if self._epoch + 1 < self._plan.epochs:
+            self._open_epoch()
+
+    def _open_epoch(self) -> None:
+        self._epoch += 1
+        plan = self._plan
+        self._permutation = permutation(plan.seed, self._epoch, plan.num_train_samples)
+        self._batches.extend(range(plan.updates_per_epoch))
+
+    def _all_done(self, kind: type[Train] | type[Evaluate]) -> bool:
+        todo = self._batches if kind is Train else self._slices
+        return not todo and not any(isinstance(o, kind) for o in self._handed_out.values())
+
+    def _batch(self, batch: int) -> Train:
+        start = batch * self._plan.batch_size
+        indices = self._permutation[start : start + self._plan.batch_size]
+        return Train(self._epoch, batch, tuple(indices))
+
+    def _slice(self, index: int) -> Evaluate:
+        assert self._evaluating is not None
+        start = index * self._plan.slice_size
+        stop = min(start + self._plan.slice_size, self._plan.num_test_samples)
+        return Evaluate(self._evaluating, index, start, stop)
+
+
+def _name(item: Train | Evaluate | Result) -> tuple[str, int, int]:
+    if isinstance(item, (Evaluate, Evaluated)):
+        return ("slice", item.epoch, item.slice)
+    return ("batch", item.epoch, item.batch)

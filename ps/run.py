@@ -1,0 +1,306 @@
+"""Build the parts of this rank's role, run them, close them in order."""
+
+from __future__ import annotations
+
+import math
+import platform
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import FrameType
+
+import torch
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from ps import link, machine, workloads
+from ps.config import Config
+from ps.devices import choose_devices, place
+from ps.errors import Interrupted, PeerLost, PsError
+from ps.log import log
+from ps.metrics import Metrics
+from ps.orders import Orders, Plan
+from ps.rundir import RunDirectory
+from ps.schedule import schedule_factor
+from ps.server import Outcome, ParameterServer
+from ps.step import ServerSideWorker
+from ps.store import Store, make_optimizer
+from ps.topology import Topology
+from ps.trainer import train
+from ps.workload import Workload, make_model
+
+TICK_S = 1.0
+GOODBYE_BOUND_S = 10.0
+
+
+def run_role(topology: Topology, config: Config) -> int:
+    """Be server, trainer or, at world size 1, both. Blocks; returns the exit code.
+
+    Raises:
+        PsError: the job could not start, or this trainer has lost the server.
+    """
+    machine.keep_freed_memory()
+    try:
+        return _run_server(topology, config) if topology.is_server else _run_trainer(topology, config)
+    except PsError:
+        raise
+    except Exception as error:
+        _record_for_torchrun(error)
+        raise
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """What the server is made of."""
+
+    workload_name: str
+    workload: Workload
+    plan: Plan
+    threads: int
+    store: Store
+    metrics: Metrics
+    server: ParameterServer
+
+
+def _run_server(topology: Topology, config: Config) -> int:
+    started_at = time.monotonic()
+    run_dir = RunDirectory.create(config.run_dir, topology.error_file)
+    try:
+        with _interruptible():
+            rendezvous = None if topology.is_alone else _meet(topology, config)
+            job = _build(topology, config)
+    except BaseException:
+        run_dir.discard()
+        raise
+    run_dir.publish()
+    _announce_plan(job, topology, config)
+    failure: Exception | None = None
+    try:
+        with _interruptible():
+            outcome = _serve_all(job, topology, config, rendezvous)
+    except Interrupted as error:
+        outcome = Outcome("interrupted", error.exit_code, str(error))
+    except Exception as error:
+        failure = error
+        code = error.exit_code if isinstance(error, PsError) else 1
+        outcome = Outcome("failed", code, f"server rank 0: {_in_one_line(error)}")
+    _finish(job, topology, config, run_dir, outcome, time.monotonic() - started_at)
+    if failure is not None and not isinstance(failure, PsError):
+        raise failure
+    return outcome.exit_code
+
+
+def _build(topology: Topology, config: Config) -> _Job:
+    """Everything that can be wrong with options, data and plug-in is found here."""
+    name, workload = workloads.prepare(config)
+    plan = Plan(
+        num_train_samples=len(workload.train),
+        num_test_samples=len(workload.test),
+        batch_size=config.batch_size,
+        epochs=config.epochs,
+        seed=config.seed,
+    )
+    threads = config.threads or machine.threads_per_pass(
+        machine.usable_cores(), len(topology.trainers)
+    )
+    torch.set_num_threads(threads)
+    model = make_model(workload, config.seed)
+    input_device = place(model, choose_devices(config.num_gpus, torch.cuda.device_count()))
+    optimizer = make_optimizer(
+        config.optimizer,
+        [parameter for parameter in model.parameters() if parameter.requires_grad],
+        lr=config.lr,
+        momentum=config.momentum,
+        weight_decay=config.weight_decay,
+    )
+    factor = schedule_factor(config.lr_schedule)
+    store = Store(
+        model,
+        optimizer,
+        lr_factor=None
+        if config.lr_schedule == "constant"
+        else lambda version: factor(version, plan.total_updates),
+        clip_norm=config.clip_norm,
+    )
+    metrics = Metrics(plan)
+    server = ParameterServer(
+        store,
+        Orders(plan),
+        metrics,
+        trainers=topology.trainers,
+        gradients=link.local_gradients if topology.is_alone else link.context_gradients,
+        seed=config.seed,
+        input_device=input_device,
+    )
+    return _Job(
+        workload_name=name,
+        workload=workload,
+        plan=plan,
+        threads=threads,
+        store=store,
+        metrics=metrics,
+        server=server,
+    )
+
+
+def _serve_all(
+    job: _Job, topology: Topology, config: Config, rendezvous: link.Rendezvous | None
+) -> Outcome:
+    """Until the job has ended, one way or the other."""
+    server = job.server
+    if rendezvous is None:
+        in_process = link.InProcessLink(server)
+        worker = ServerSideWorker(topology.rank, in_process, job.workload, config.seed)
+        train(topology.rank, in_process, worker)
+    else:
+        rendezvous.announce(job.workload_name)
+        rendezvous.gather()
+        link.serve(server)
+        group = link.RpcGroup(topology, rendezvous, config.rpc_timeout)
+        _wait_until_ended(server, config.rpc_timeout)
+        group.close(graceful=server.all_left)
+    assert server.outcome is not None
+    return server.outcome
+
+
+def _wait_until_ended(server: ParameterServer, rpc_timeout_s: float) -> None:
+    """After a failure the others get GOODBYE_BOUND_S to leave."""
+    goodbye_since: float | None = None
+    while not server.ended.wait(TICK_S):
+        server.answer_older_than(rpc_timeout_s / 3)
+        if server.outcome is None:
+            continue
+        goodbye_since = goodbye_since or time.monotonic()
+        if time.monotonic() - goodbye_since > GOODBYE_BOUND_S:
+            return
+
+
+def _run_trainer(topology: Topology, config: Config) -> int:
+    link.check_rpc()
+    torch.set_num_threads(1)
+    rendezvous = _meet(topology, config)
+    name = rendezvous.announced(workloads.FETCH_BOUND_S + config.start_timeout)
+    workload = workloads.load(name, config)
+    rendezvous.gather()
+    group = link.RpcGroup(topology, rendezvous, config.rpc_timeout)
+    server = link.RpcLink()
+    try:
+        train(topology.rank, server, ServerSideWorker(topology.rank, server, workload, config.seed))
+    except PeerLost:
+        group.close(graceful=False)
+        raise
+    except Exception as error:
+        code = error.exit_code if isinstance(error, PsError) else 1
+        with suppress(PeerLost):
+            server.fail(topology.rank, _in_one_line(error), code)
+        group.close(graceful=False)
+        raise
+    group.close(graceful=True)
+    return 0
+
+
+def _meet(topology: Topology, config: Config) -> link.Rendezvous:
+    link.check_rpc()
+    return link.Rendezvous(topology, config.start_timeout)
+
+
+def _announce_plan(job: _Job, topology: Topology, config: Config) -> None:
+    plan, num = job.plan, len(topology.trainers)
+    log.info(
+        "workload %s: %d epoch%s of %d updates, %d training and %d test samples",
+        job.workload_name,
+        plan.epochs,
+        "" if plan.epochs == 1 else "s",
+        plan.updates_per_epoch,
+        plan.num_train_samples,
+        plan.num_test_samples,
+    )
+    log.info(
+        "%d trainer%s, compute on the %s, %d thread%s for each pass, %d usable cores",
+        num,
+        "" if num == 1 else "s",
+        config.compute,
+        job.threads,
+        "" if job.threads == 1 else "s",
+        machine.usable_cores(),
+    )
+
+
+def _finish(
+    job: _Job,
+    topology: Topology,
+    config: Config,
+    run_dir: RunDirectory,
+    outcome: Outcome,
+    duration_s: float,
+) -> None:
+    numbers = job.metrics.report(time.monotonic())
+    report = {
+        "status": outcome.status,
+        "exit_code": outcome.exit_code,
+        "cause": outcome.cause,
+        "world_size": topology.world_size,
+        "compute": config.compute,
+        "staleness": config.staleness,
+        "workload": job.workload_name,
+        "epochs": config.epochs,
+        **numbers,
+        "duration_s": duration_s,
+        "threads": job.threads,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    if outcome.status == "done":
+        run_dir.write_model(job.store.state_dict())
+    path = run_dir.write_report({key: _finite(value) for key, value in report.items()})
+    if outcome.status == "done":
+        log.info(
+            "done: %d updates, %d samples in %.1f s (%.0f samples/s), test accuracy %.4f; see %s",
+            numbers["updates"],
+            numbers["samples_trained"],
+            duration_s,
+            numbers["samples_per_s"],
+            numbers["test_accuracy"],
+            path,
+        )
+    else:
+        log.error("%s: %s; see %s", outcome.status, outcome.cause, path)
+
+
+def _finite(value: object) -> object:
+    """JSON has no NaN and no infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _in_one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGINT and SIGTERM raise Interrupted inside, once; after it they are ignored.
+
+    So a report is written to its end although torchrun is already stopping this process.
+    """
+    armed = True
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal armed
+        if armed:
+            armed = False
+            raise Interrupted(signal.Signals(number).name, number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        armed = False
+
+
+def _record_for_torchrun(error: BaseException) -> None:
+    """Have torchrun's report show the traceback. Errors with a message of their own need none."""
+    handler = get_error_handler()
+    handler.initialize()
+    handler.record_exception(error)

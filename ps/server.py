@@ -1,0 +1,203 @@
+"""The server: what it answers to trainers, and how the job ends. All state is behind one lock."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.futures import Future
+
+from ps.errors import TrainingFailed
+from ps.log import log
+from ps.metrics import Metrics
+from ps.orders import Orders
+from ps.protocol import Evaluate, Evaluated, Finished, Order, Result, Train, Trained, Wait
+from ps.randomness import SeededForward, step_seed
+from ps.store import Store
+
+Gradients = Callable[[int, Sequence[nn.Parameter]], list[Tensor | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How the job ended. cause is None when it is done."""
+
+    status: Literal["done", "failed", "interrupted"]
+    exit_code: int = 0
+    cause: str | None = None
+
+
+class ParameterServer:
+    """Answers the trainers' calls (see protocol.Server), from any number of threads.
+
+    Nothing here waits: a trainer that must wait holds a future, and no thread.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        orders: Orders,
+        metrics: Metrics,
+        *,
+        trainers: Iterable[int],
+        gradients: Gradients,
+        seed: int,
+        input_device: torch.device | str = "cpu",
+    ) -> None:
+        """gradients(context_id, parameters) hands over the gradients of one step."""
+        self.ended = threading.Event()
+        self._lock = threading.Lock()
+        self._store = store  # under _lock, as all below
+        self._orders = orders
+        self._metrics = metrics
+        self._replicas = {trainer: store.replica() for trainer in trainers}
+        self._present = set(self._replicas)
+        self._waiting: dict[int, tuple[float, Future[Order]]] = {}
+        self._outcome: Outcome | None = None
+        self._evaluation = store.replica()
+        self._evaluation.module.eval()
+        self._gradients = gradients
+        self._seed = seed
+        self._input_device = input_device
+
+    @property
+    def all_left(self) -> bool:
+        return not self._present
+
+    @property
+    def outcome(self) -> Outcome | None:
+        return self._outcome
+
+    def next_order(self, trainer: int, result: Result | None) -> Future[Order]:
+        """Take the finished order in; the future gives the next one."""
+        reply: Future[Order] = Future()
+        lines: list[str | None] = []
+        with self._lock:
+            now = time.monotonic()
+            if result is not None and self._outcome is None:
+                lines.append(self._take(trainer, result, now))
+                lines.append(self._metrics.progress(self._orders.epoch, now))
+            self._waiting[trainer] = (now, reply)
+            answers = self._answers(now)
+        self._send(answers, lines)
+        return reply
+
+    def forward(self, trainer: int, order: Train, inputs: Tensor) -> Tensor:
+        """See protocol.Server. Runs in the caller's thread, beside those of other trainers."""
+        replica = self._replicas[trainer]
+        with self._lock:
+            self._store.refresh(replica)
+        with SeededForward(step_seed(self._seed, order.epoch, order.batch)):
+            outputs: Tensor = replica.module(inputs.to(self._input_device))
+        return outputs.to("cpu")
+
+    def evaluate(self, trainer: int, inputs: Tensor) -> Tensor:
+        """See protocol.Server. The weights stay as they are while an evaluation is open."""
+        with torch.inference_mode():
+            outputs: Tensor = self._evaluation.module(inputs.to(self._input_device))
+            return outputs.to("cpu")
+
+    def leave(self, trainer: int) -> None:
+        """See protocol.Server."""
+        with self._lock:
+            self._present.discard(trainer)
+            answers = self._return_order(trainer)
+            if not self._present:
+                if not self._orders.finished:
+                    self._end(Outcome("failed", 4, "all trainers left before the work was done"))
+                self._end(Outcome("done"))
+                self.ended.set()
+        self._send(answers)
+
+    def fail(self, trainer: int, cause: str, exit_code: int) -> None:
+        """See protocol.Server."""
+        with self._lock:
+            self._present.discard(trainer)
+            self._end(Outcome("failed", exit_code, f"trainer rank {trainer}: {cause}"))
+            answers = self._return_order(trainer)
+            self.ended.set()
+        self._send(answers)
+
+    def stop(self, outcome: Outcome) -> None:
+        """End the job from the server's side; every trainer is told to leave."""
+        with self._lock:
+            self._end(outcome)
+            answers = self._answers(time.monotonic())
+        self._send(answers)
+
+    def answer_older_than(self, age_s: float) -> None:
+        """Send Wait to those who wait for longer, so that their call does not time out."""
+        with self._lock:
+            now = time.monotonic()
+            late = [t for t, (since, _) in self._waiting.items() if now - since > age_s]
+            answers: list[tuple[Future[Order], Order]] = [
+                (self._waiting.pop(trainer)[1], Wait()) for trainer in late
+            ]
+        self._send(answers)
+
+    def _take(self, trainer: int, result: Result, now: float) -> str | None:
+        if isinstance(result, Trained):
+            try:
+                self._apply(trainer, result)
+            except TrainingFailed as error:
+                where = f"trainer rank {trainer}, epoch {result.epoch + 1}, batch {result.batch}"
+                self._end(Outcome("failed", error.exit_code, f"{where}: {error}"))
+                return None
+            self._metrics.taken_back(now)
+        line = self._metrics.evaluated(result) if isinstance(result, Evaluated) else None
+        evaluating = self._orders.evaluating
+        self._orders.finish(trainer, result)
+        if self._orders.evaluating != evaluating:
+            self._store.refresh(self._evaluation)
+        return line
+
+    def _apply(self, trainer: int, result: Trained) -> None:
+        replica = self._replicas[trainer]
+        staleness = self._store.version - replica.version
+        self._store.apply(self._gradients(result.context_id, replica.parameters))
+        self._store.take_buffers(replica)
+        self._metrics.trained(result, staleness)
+
+    def _answers(self, now: float) -> list[tuple[Future[Order], Order]]:
+        """Orders for those who wait, first come first served."""
+        answers: list[tuple[Future[Order], Order]] = []
+        for trainer in list(self._waiting):
+            order = self._next(trainer)
+            if order is not None:
+                answers.append((self._waiting.pop(trainer)[1], order))
+            if isinstance(order, Train):
+                self._metrics.handed_out(now)
+        return answers
+
+    def _next(self, trainer: int) -> Train | Evaluate | Finished | None:
+        if self._outcome is not None or self._orders.finished:
+            return Finished()
+        return self._orders.take(trainer)
+
+    def _return_order(self, trainer: int) -> list[tuple[Future[Order], Order]]:
+        now = time.monotonic()
+        if isinstance(self._orders.held_by(trainer), Train):
+            self._metrics.taken_back(now)
+        self._orders.leave(trainer)
+        return self._answers(now)
+
+    def _end(self, outcome: Outcome) -> None:
+        """The first outcome is the cause; what follows from it changes nothing."""
+        if self._outcome is None:
+            self._outcome = outcome
+
+    @staticmethod
+    def _send(
+        answers: Sequence[tuple[Future[Order], Order]], lines: Sequence[str | None] = ()
+    ) -> None:
+        """Without the lock: setting a result runs whatever waits for it."""
+        for line in lines:
+            if line:
+                log.info("%s", line)
+        for reply, order in answers:
+            reply.set_result(order)

@@ -1,0 +1,14 @@
+"""A trainer's whole life: ask, work, report."""
+
+from __future__ import annotations
+
+from ps.protocol import Finished, Result, Server, Wait
+from ps.step import ServerSideWorker
+
+
+def train(trainer: int, server: Server, worker: ServerSideWorker) -> None:
+    """Work on orders until there are no more, then leave."""
+    result: Result | None = None
+    while not isinstance(order := server.next_order(trainer, result), Finished):
+        result = None if isinstance(order, Wait) else worker.do(order)
+    server.leave(trainer)

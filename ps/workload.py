@@ -1,0 +1,127 @@
+"""What is trained: the plug-in interface, how a plug-in is found, and the checks on it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from ps.config import Config
+from ps.errors import ConfigError
+
+
+class Samples(Protocol):
+    """A data set. Any map-style torch Dataset of (input, target) pairs is one.
+
+    If it also has `batch(indices)`, which returns the collated (inputs, targets) pair, that is
+    called instead of fetching and collating sample by sample.
+    """
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What a plug-in returns. A plug-in is a function that takes the Config and returns this."""
+
+    name: str
+    model: Callable[[], nn.Module]
+    """Makes the untrained model; it maps one batch of inputs (a tensor) to outputs (a tensor)."""
+    train: Samples
+    test: Samples
+    loss: Callable[[Tensor, Tensor], Tensor]
+    """loss(outputs, targets): the mean over the batch, a scalar."""
+    correct: Callable[[Tensor, Tensor], int]
+    """correct(outputs, targets): how many samples of the batch are right."""
+
+
+def fetch(samples: Samples, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The batch of these samples: inputs and targets, the first dimension is the sample."""
+    batch = getattr(samples, "batch", None)
+    if batch is not None:
+        inputs, targets = batch(indices)
+    else:
+        inputs, targets = default_collate([samples[index] for index in indices])
+    return inputs, targets
+
+
+def load_plug_in(text: str, config: Config) -> Workload:
+    """Import module:function, call it with the config and check what it returns.
+
+    Raises:
+        ConfigError: it cannot be imported, raises, or returns something else than a Workload
+            with usable parts.
+    """
+    module_name, _, function_name = text.partition(":")
+    try:
+        build = getattr(importlib.import_module(module_name), function_name)
+        workload = build(config)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"--workload {text}: {type(error).__name__}: {error}") from error
+    check(workload, f"--workload {text}")
+    return workload  # type: ignore[no-any-return]
+
+
+def check(workload: object, source: str) -> None:
+    """Refuse what cannot be trained, naming the part and what was seen.
+
+    Raises:
+        ConfigError: as said.
+    """
+    if not isinstance(workload, Workload):
+        raise ConfigError(f"{source} must return a ps.workload.Workload, got {_kind(workload)}")
+    for part in ("model", "loss", "correct"):
+        if not callable(getattr(workload, part)):
+            raise ConfigError(
+                f"{source}: {part} must be callable, got {_kind(getattr(workload, part))}"
+            )
+    for part in ("train", "test"):
+        _check_samples(getattr(workload, part), f"{source}: {part}")
+
+
+def make_model(workload: Workload, seed: int) -> nn.Module:
+    """The untrained model; its weights depend on the seed alone.
+
+    Raises:
+        ConfigError: it is no module, or has nothing to train.
+    """
+    torch.manual_seed(seed)
+    model = workload.model()
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"workload {workload.name}: model() must return an nn.Module, got {_kind(model)}"
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(f"workload {workload.name}: the model has no parameter to train")
+    return model.train()
+
+
+def _check_samples(samples: Any, source: str) -> None:
+    try:
+        length = len(samples)
+    except TypeError:
+        raise ConfigError(f"{source} must be a map-style data set, got {_kind(samples)}") from None
+    if length < 1:
+        raise ConfigError(f"{source} must hold at least one sample, got none")
+    try:
+        inputs, targets = fetch(samples, [0])
+    except Exception as error:
+        raise ConfigError(
+            f"{source}: sample 0 gives no (input, target) pair: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(inputs, Tensor) or not isinstance(targets, Tensor):
+        raise ConfigError(
+            f"{source}: sample 0 must be a pair of tensors, got {_kind(inputs)} and {_kind(targets)}"
+        )
+
+
+def _kind(value: object) -> str:
+    return f"{type(value).__name__} {value!r}"[:80]
