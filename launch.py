@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from ps import log
 from ps.config import parse_args
 from ps.errors import ConfigError, PeerLost, PsError
+from ps.preparation import prepare
 from ps.topology import Topology
 
 HOLD_S = 10.0
@@ -30,9 +31,14 @@ def main(argv: Sequence[str]) -> int:
         topology = Topology.from_environ(os.environ, argv)
         log.configure(topology.role, topology.rank, config.log_level)
 
-        from ps.run import run_role  # late on purpose: this is what loads torch
+        if topology.is_server:
+            prepared = prepare(topology, config)
+            from ps.run import run_server  # late on purpose: this is what loads torch
 
-        return run_role(topology, config)
+            return run_server(topology, config, prepared)
+        from ps.run import run_trainer
+
+        return run_trainer(topology, config)
     except PsError as error:
         return _end(error, rank=os.environ.get("RANK") or "0")
 

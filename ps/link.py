@@ -131,7 +131,9 @@ def _connect(topology: Topology, bound_s: float) -> dist.Store:
     try:
         if topology.is_server and not topology.agent_hosts_store:
             listener = socket.create_server(address)
-            return dist.TCPStore(*address, is_master=True, master_listen_fd=listener.detach(), **options)
+            return dist.TCPStore(
+                *address, is_master=True, master_listen_fd=listener.detach(), **options
+            )
         _wait_for_listener(address, bound_s)
         return dist.TCPStore(*address, is_master=False, **options)
     except (OSError, dist.DistNetworkError) as error:
@@ -185,7 +187,9 @@ class RpcGroup:
         )
         with warnings.catch_warnings():
             # RPC's own start uses a process group in a way that torch itself calls deprecated.
-            warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)
+            warnings.filterwarnings(
+                "ignore", message="You are using a Backend", category=UserWarning
+            )
             try:
                 rpc.init_rpc(
                     _name(topology.rank),
@@ -339,7 +343,9 @@ def _named_errors(call: str) -> Iterator[None]:
             raise
         if "timeout" in text:
             limit = f"{rpc.get_rpc_timeout():.0f} s"
-            raise PeerLost(f"{call} got no answer from the server in {limit} (--rpc-timeout)") from None
+            raise PeerLost(
+                f"{call} got no answer from the server in {limit} (--rpc-timeout)"
+            ) from None
         raise PeerLost(f"lost the server during {call}: {text.splitlines()[0]}") from None
 
 

@@ -46,6 +46,23 @@ class EpochRecord:
     test_accuracy: float
 
 
+@dataclass(slots=True)
+class _Since:
+    """What came since the last progress line."""
+
+    training_s: float = 0.0
+    updates: int = 0
+    samples: int = 0
+    loss_sum: float = 0.0
+    staleness: int = 0
+
+    def add(self, samples: int, loss_sum: float, staleness: int) -> None:
+        self.updates += 1
+        self.samples += samples
+        self.loss_sum += loss_sum
+        self.staleness += staleness
+
+
 class Metrics:
     """Counts what the server applied. The caller holds a lock around every call."""
 
@@ -63,7 +80,7 @@ class Metrics:
         self._losses: dict[int, tuple[float, int]] = {}
         self._evaluation = Evaluation()
         self._printed_at = float("-inf")
-        self._printed = (0, 0.0, 0, 0)
+        self._since = _Since()
 
     def handed_out(self, now: float) -> None:
         """A training order went out."""
@@ -83,11 +100,10 @@ class Metrics:
         self.samples_trained += result.samples
         self.staleness_sum += staleness
         self.staleness_max = max(self.staleness_max, staleness)
-        loss_sum, samples = self._losses.get(result.epoch, (0.0, 0))
-        self._losses[result.epoch] = (
-            loss_sum + result.loss * result.samples,
-            samples + result.samples,
-        )
+        loss_sum = result.loss * result.samples
+        before, samples = self._losses.get(result.epoch, (0.0, 0))
+        self._losses[result.epoch] = (before + loss_sum, samples + result.samples)
+        self._since.add(result.samples, loss_sum, staleness)
 
     def evaluated(self, result: Evaluated) -> str | None:
         """A slice was evaluated; gives a line when it completes the epoch's evaluation."""
@@ -110,26 +126,19 @@ class Metrics:
 
     def progress(self, epoch: int, now: float) -> str | None:
         """A line for people, at most one per PROGRESS_INTERVAL_S; it covers what came since."""
-        if now - self._printed_at < PROGRESS_INTERVAL_S or self.updates == self._printed[0]:
+        since = self._since
+        if now - self._printed_at < PROGRESS_INTERVAL_S or not since.updates:
             return None
-        updates, busy_s, samples, staleness = self._printed
-        num_updates = self.updates - updates
-        elapsed_s = self._training_s_until(now) - busy_s
-        rate = (self.samples_trained - samples) / elapsed_s if elapsed_s > 0 else 0.0
-        line = (
+        elapsed_s = self._training_s_until(now) - since.training_s
+        rate = since.samples / elapsed_s if elapsed_s > 0 else 0.0
+        self._printed_at = now
+        self._since = _Since(training_s=self._training_s_until(now))
+        return (
             f"epoch {epoch + 1}/{self._plan.epochs}  "
             f"updates {self.updates}/{self._plan.total_updates}  "
-            f"loss {self.train_loss(epoch):.4f}  {rate:.0f} samples/s  "
-            f"staleness {(self.staleness_sum - staleness) / num_updates:.2f}"
+            f"loss {since.loss_sum / since.samples:.4f}  {rate:.0f} samples/s  "
+            f"staleness {since.staleness / since.updates:.2f}"
         )
-        self._printed_at = now
-        self._printed = (
-            self.updates,
-            self._training_s_until(now),
-            self.samples_trained,
-            self.staleness_sum,
-        )
-        return line
 
     def train_loss(self, epoch: int) -> float:
         """Mean over the samples trained in that epoch, each with the weights of its step."""

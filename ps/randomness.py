@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+_FUSED_DROPOUT = torch.ops.aten.native_dropout.default
 
 
 def step_seed(seed: int, epoch: int, batch: int) -> int:
@@ -39,9 +41,14 @@ class SeededForward(TorchDispatchMode):
     """
 
     def __init__(self, seed: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._seed = seed
         self._generators: dict[torch.device, torch.Generator] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nobody compiles this; the wrapper costs seconds of imports at the first operator."""
+        return False
 
     def __torch_dispatch__(
         self,
@@ -50,11 +57,13 @@ class SeededForward(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        options = dict(kwargs or {})
-        if func is torch.ops.aten.native_dropout.default:
+        options = kwargs or {}
+        if not _draws(func):
+            return func(*args, **options)
+        if func is _FUSED_DROPOUT:
             return self._dropout(*args, **options)
-        if _takes_generator(func) and options.get("generator") is None:
-            options["generator"] = self._generator(_device_of(args, options))
+        if options.get("generator") is None:
+            options = {**options, "generator": self._generator(_device_of(args, options))}
         return func(*args, **options)
 
     def _generator(self, device: torch.device) -> torch.Generator:
@@ -76,8 +85,9 @@ class SeededForward(TorchDispatchMode):
 
 
 @functools.cache
-def _takes_generator(func: Callable[..., Any]) -> bool:
-    return any(argument.name == "generator" for argument in func._schema.arguments)  # type: ignore[attr-defined]
+def _draws(func: Any) -> bool:
+    takes_generator = any(argument.name == "generator" for argument in func._schema.arguments)
+    return takes_generator or func is _FUSED_DROPOUT
 
 
 def _device_of(args: Sequence[Any], options: Mapping[str, Any]) -> torch.device:

@@ -14,13 +14,15 @@ from types import FrameType
 import torch
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from ps import link, machine, workloads
+from ps import link, machine
 from ps.config import Config
 from ps.devices import choose_devices, place
 from ps.errors import Interrupted, PeerLost, PsError
+from ps.files import replacing
 from ps.log import log
 from ps.metrics import Metrics
 from ps.orders import Orders, Plan
+from ps.preparation import Prepared
 from ps.rundir import RunDirectory
 from ps.schedule import schedule_factor
 from ps.server import Outcome, ParameterServer
@@ -29,25 +31,75 @@ from ps.store import Store, make_optimizer
 from ps.topology import Topology
 from ps.trainer import train
 from ps.workload import Workload, make_model
+from ps.workloads import catalogue
 
 TICK_S = 1.0
 GOODBYE_BOUND_S = 10.0
 
 
-def run_role(topology: Topology, config: Config) -> int:
-    """Be server, trainer or, at world size 1, both. Blocks; returns the exit code.
+def run_server(topology: Topology, config: Config, prepared: Prepared) -> int:
+    """Be the server or, at world size 1, both. Blocks; returns the exit code.
 
     Raises:
         PsError: the job could not start, or this trainer has lost the server.
     """
     machine.keep_freed_memory()
+    started_at = time.monotonic()
     try:
-        return _run_server(topology, config) if topology.is_server else _run_trainer(topology, config)
-    except PsError:
+        with _interruptible():
+            rendezvous = None if topology.is_alone else _meet(topology, config)
+            job = _build(topology, config, prepared.workload)
+    except BaseException:
+        prepared.run_dir.discard()
+        raise
+    prepared.run_dir.publish()
+    _announce_plan(job, topology, config)
+    failure: Exception | None = None
+    try:
+        with _interruptible():
+            outcome = _serve_all(job, topology, config, rendezvous)
+    except Interrupted as error:
+        outcome = Outcome("interrupted", error.exit_code, str(error))
+    except Exception as error:
+        failure = error
+        code = error.exit_code if isinstance(error, PsError) else 1
+        outcome = Outcome("failed", code, f"{topology.role} rank 0: {_in_one_line(error)}")
+    _finish(job, topology, config, prepared.run_dir, outcome, time.monotonic() - started_at)
+    if failure is not None and not isinstance(failure, PsError):
+        _record_for_torchrun(failure)
+        raise failure
+    return outcome.exit_code
+
+
+def run_trainer(topology: Topology, config: Config) -> int:
+    """Be a trainer. Blocks; returns the exit code.
+
+    Raises:
+        PsError: the job could not start, or the server is lost.
+    """
+    machine.keep_freed_memory()
+    torch.set_num_threads(1)
+    rendezvous = _meet(topology, config)
+    name = rendezvous.announced(catalogue.FETCH_BOUND_S + config.start_timeout)
+    workload = catalogue.load(name, config)
+    rendezvous.gather()
+    group = link.RpcGroup(topology, rendezvous, config.rpc_timeout)
+    server = link.RpcLink()
+    worker = ServerSideWorker(topology.rank, server, workload, config.seed)
+    try:
+        train(topology.rank, server, worker)
+    except PeerLost:
+        group.close(graceful=False)
         raise
     except Exception as error:
+        code = error.exit_code if isinstance(error, PsError) else 1
+        with suppress(PeerLost):
+            server.fail(topology.rank, _in_one_line(error), code)
+        group.close(graceful=False)
         _record_for_torchrun(error)
         raise
+    group.close(graceful=True)
+    return 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,37 +115,9 @@ class _Job:
     server: ParameterServer
 
 
-def _run_server(topology: Topology, config: Config) -> int:
-    started_at = time.monotonic()
-    run_dir = RunDirectory.create(config.run_dir, topology.error_file)
-    try:
-        with _interruptible():
-            rendezvous = None if topology.is_alone else _meet(topology, config)
-            job = _build(topology, config)
-    except BaseException:
-        run_dir.discard()
-        raise
-    run_dir.publish()
-    _announce_plan(job, topology, config)
-    failure: Exception | None = None
-    try:
-        with _interruptible():
-            outcome = _serve_all(job, topology, config, rendezvous)
-    except Interrupted as error:
-        outcome = Outcome("interrupted", error.exit_code, str(error))
-    except Exception as error:
-        failure = error
-        code = error.exit_code if isinstance(error, PsError) else 1
-        outcome = Outcome("failed", code, f"server rank 0: {_in_one_line(error)}")
-    _finish(job, topology, config, run_dir, outcome, time.monotonic() - started_at)
-    if failure is not None and not isinstance(failure, PsError):
-        raise failure
-    return outcome.exit_code
-
-
-def _build(topology: Topology, config: Config) -> _Job:
-    """Everything that can be wrong with options, data and plug-in is found here."""
-    name, workload = workloads.prepare(config)
+def _build(topology: Topology, config: Config, name: str) -> _Job:
+    """What can be wrong with options and plug-in, and needs torch to be seen, is found here."""
+    workload = catalogue.load(name, config)
     plan = Plan(
         num_train_samples=len(workload.train),
         num_test_samples=len(workload.test),
@@ -176,30 +200,6 @@ def _wait_until_ended(server: ParameterServer, rpc_timeout_s: float) -> None:
             return
 
 
-def _run_trainer(topology: Topology, config: Config) -> int:
-    link.check_rpc()
-    torch.set_num_threads(1)
-    rendezvous = _meet(topology, config)
-    name = rendezvous.announced(workloads.FETCH_BOUND_S + config.start_timeout)
-    workload = workloads.load(name, config)
-    rendezvous.gather()
-    group = link.RpcGroup(topology, rendezvous, config.rpc_timeout)
-    server = link.RpcLink()
-    try:
-        train(topology.rank, server, ServerSideWorker(topology.rank, server, workload, config.seed))
-    except PeerLost:
-        group.close(graceful=False)
-        raise
-    except Exception as error:
-        code = error.exit_code if isinstance(error, PsError) else 1
-        with suppress(PeerLost):
-            server.fail(topology.rank, _in_one_line(error), code)
-        group.close(graceful=False)
-        raise
-    group.close(graceful=True)
-    return 0
-
-
 def _meet(topology: Topology, config: Config) -> link.Rendezvous:
     link.check_rpc()
     return link.Rendezvous(topology, config.start_timeout)
@@ -252,7 +252,8 @@ def _finish(
         "python": platform.python_version(),
     }
     if outcome.status == "done":
-        run_dir.write_model(job.store.state_dict())
+        with replacing(run_dir.path / "model.pt") as partial:
+            torch.save(job.store.state_dict(), partial)
     path = run_dir.write_report({key: _finite(value) for key, value in report.items()})
     if outcome.status == "done":
         log.info(

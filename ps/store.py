@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -63,9 +63,11 @@ class Store:
         Raises:
             TrainingFailed: one is missing or not finite. Nothing has been changed.
         """
-        present = self._checked(gradients)
+        present, norm = self._checked(gradients)
         for parameter, gradient in zip(self._parameters, present, strict=True):
             parameter.grad = gradient
+        if self._clip_norm:
+            torch.nn.utils.clip_grads_with_norm_(self._parameters, self._clip_norm, norm)
         if self._lr_factor is not None:
             self._set_lr(self._lr_factor(self.version))
         self._optimizer.step()
@@ -92,11 +94,11 @@ class Store:
             ):
                 buffer.copy_(updated)
 
-    def state_dict(self) -> Mapping[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """The model's state on the CPU, as a plain module without a server would save it."""
         return {name: value.detach().cpu() for name, value in self._model.state_dict().items()}
 
-    def _checked(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
+    def _checked(self, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], Tensor]:
         missing = [n for n, g in zip(self.names, gradients, strict=True) if g is None]
         if missing:
             raise TrainingFailed(f"no gradient reached {', '.join(missing)}")
@@ -104,9 +106,7 @@ class Store:
         norm = torch.nn.utils.get_total_norm(present)
         if not torch.isfinite(norm):
             self._refuse_non_finite(present)
-        if self._clip_norm:
-            torch.nn.utils.clip_grads_with_norm_(self._parameters_of(present), self._clip_norm, norm)
-        return present
+        return present, norm
 
     def _refuse_non_finite(self, gradients: Sequence[Tensor]) -> None:
         """The norm of huge gradients overflows although each element is finite: look closely."""

@@ -118,9 +118,8 @@ def _check_samples(samples: Any, source: str) -> None:
             f"{source}: sample 0 gives no (input, target) pair: {type(error).__name__}: {error}"
         ) from error
     if not isinstance(inputs, Tensor) or not isinstance(targets, Tensor):
-        raise ConfigError(
-            f"{source}: sample 0 must be a pair of tensors, got {_kind(inputs)} and {_kind(targets)}"
-        )
+        got = f"{_kind(inputs)} and {_kind(targets)}"
+        raise ConfigError(f"{source}: sample 0 must be a pair of tensors, got {got}")
 
 
 def _kind(value: object) -> str:

@@ -1,0 +1,79 @@
+# `make` prints the targets. WORLD, DATA_DIR, RUN_DIR and ARGS pass through.
+
+WORLD ?= 3
+DATA_DIR ?= data
+ARGS ?=
+PYTHON ?= python3
+
+VENV := .venv
+BIN := $(VENV)/bin
+
+# Where a run leaves its files; --run-dir inside ARGS is honoured.
+ARGS_RUN_DIR := $(shell printf '%s\n' '$(subst ','\'',$(ARGS))' | sed -nE 's/.*--run-dir[= ]+([^ ]+).*/\1/p')
+ifeq ($(origin RUN_DIR),undefined)
+RUN_DIR := $(or $(ARGS_RUN_DIR),runs/$(shell date +%Y%m%d-%H%M%S)-$(shell od -An -N3 -tx1 /dev/urandom | tr -d ' '))
+endif
+
+# OMP_NUM_THREADS only silences torchrun's banner: launch.py divides the cores itself.
+# torchrun's own log directory lies in the run directory, so that no temporary one is left.
+LAUNCH = OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --local-addr=127.0.0.1 \
+	--nproc_per_node=$(1) --log-dir='$(RUN_DIR)/torchrun' launch.py --run-dir='$(RUN_DIR)'
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train smoke test test-fast fmt lint types check bench clean
+
+help: ## print this
+	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | awk -F '\t' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@echo
+	@echo "  make train WORLD=4 ARGS=\"--optimizer Adam --lr 0.001\"   one server, three trainers"
+	@echo "  make train WORLD=3 DATA_DIR=folder-with-MNIST-raw      python launch.py --help lists ARGS"
+
+setup: $(VENV)/.dev ## install everything into .venv
+
+train: $(VENV)/.run ## train: WORLD ranks, DATA_DIR, ARGS="options of launch.py"
+	@$(call LAUNCH,$(WORLD)) --data-dir='$(DATA_DIR)' $(ARGS)
+
+smoke: $(VENV)/.run ## train the generated digits at world size 2; fails below accuracy 0.90
+	@$(call LAUNCH,2) --workload digits $(ARGS)
+	@$(BIN)/python -m benchmarks.require test_accuracy 0.90 '$(RUN_DIR)/report.json'
+
+test: $(VENV)/.dev ## run all tests
+	@$(BIN)/python -m pytest
+
+test-fast: $(VENV)/.dev ## run the tests that start no job
+	@$(BIN)/python -m pytest -m "not rpc and not torchrun"
+
+fmt: $(VENV)/.dev ## format the code
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+lint: $(VENV)/.dev ## check format and lint
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+
+types: $(VENV)/.dev ## check types
+	@$(BIN)/mypy
+
+check: lint types test-fast ## lint, types and fast tests
+
+bench: $(VENV)/.run ## measure rate, start and idle cost; takes about 10 minutes
+	@$(BIN)/python -m benchmarks.rate
+	@$(BIN)/python -m benchmarks.start
+	@$(BIN)/python -m benchmarks.idle
+
+clean: ## remove .venv, caches and the runs
+	rm -rf $(VENV) runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+$(VENV)/bin/pip:
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.run: pyproject.toml | $(VENV)/bin/pip
+	@echo "installing into $(VENV) ..."
+	@$(BIN)/pip install --quiet --editable .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	@echo "installing the tools for development into $(VENV) ..."
+	@$(BIN)/pip install --quiet --editable '.[dev]'
+	@touch $@

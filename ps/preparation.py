@@ -1,0 +1,31 @@
+"""What rank 0 settles before torch is loaded, so that a mistake answers in a second or two."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ps.config import Config
+from ps.rundir import RunDirectory
+from ps.topology import Topology
+from ps.workloads import catalogue
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    run_dir: RunDirectory
+    workload: str
+    """The name of the workload, resolved; its files are there."""
+
+
+def prepare(topology: Topology, config: Config) -> Prepared:
+    """Make the run directory and get the data. Blocks while it fetches.
+
+    Raises:
+        ConfigError: one of them cannot be had; nothing is left behind.
+    """
+    run_dir = RunDirectory.create(config.run_dir, topology.error_file)
+    try:
+        return Prepared(run_dir=run_dir, workload=catalogue.resolve(config))
+    except BaseException:
+        run_dir.discard()
+        raise
