@@ -54,4 +54,8 @@ def _end(error: PsError, rank: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:
+        os._exit(code)  # a normal exit aborts where RPC threads still wait for a lost peer

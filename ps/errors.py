@@ -37,5 +37,5 @@ class Interrupted(PsError):
     """A signal asked this process to end."""
 
     def __init__(self, signal_name: str, signal_number: int) -> None:
-        super().__init__(f"interrupted by {signal_name}")
+        super().__init__(f"stopped by {signal_name}")
         self.exit_code = 128 + signal_number

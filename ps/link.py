@@ -35,7 +35,7 @@ except ImportError:  # builds without RPC fail in several ways here
 SCHEME = "parameter-server"
 REMIND_INTERVAL_S = 5.0
 POLL_INTERVAL_S = 0.05
-CLOSE_BOUND_S = 10.0
+CLOSE_BOUND_S = 5.0
 
 
 class Rendezvous:
@@ -176,6 +176,7 @@ class RpcGroup:
 
     def __init__(self, topology: Topology, rendezvous: Rendezvous, rpc_timeout_s: float) -> None:
         """Joins; returns when all ranks have. Trainers call the server, never each other."""
+        self.graceful = False
         dist.register_rendezvous_handler(
             SCHEME, lambda url, **_: iter([(rendezvous.store, topology.rank, topology.world_size)])
         )
@@ -200,22 +201,27 @@ class RpcGroup:
             except RuntimeError as error:
                 raise LaunchError(f"RPC did not start: {error}") from None
 
-    def close(self, *, graceful: bool) -> bool:
-        """Leave; gracefully means together with all others. Tells whether it ended in time.
+    def __enter__(self) -> RpcGroup:
+        return self
 
-        Neither torch's graceful nor its local shutdown has a bound that holds in every case.
+    def __exit__(self, *_: object) -> None:
+        """Leave together with all others, if `graceful` was set.
+
+        Else RPC stays as it is: torch's local shutdown waits for threads that wait for peers.
+        The process must then end by os._exit, as a normal exit aborts on running threads.
         """
-        closing = threading.Thread(
-            target=_shut_down, args=(graceful,), name="rpc-close", daemon=True
-        )
+        if not self.graceful:
+            return
+        closing = threading.Thread(target=_shut_down, name="rpc-close", daemon=True)
         closing.start()
-        closing.join(2 * CLOSE_BOUND_S if graceful else CLOSE_BOUND_S)
-        return not closing.is_alive()
+        closing.join(2 * CLOSE_BOUND_S)  # torch's own bound does not hold in every case
+        if closing.is_alive():
+            raise PeerLost(f"RPC did not close within {2 * CLOSE_BOUND_S:.0f} s")
 
 
-def _shut_down(graceful: bool) -> None:
+def _shut_down() -> None:
     try:
-        rpc.shutdown(graceful=graceful, timeout=CLOSE_BOUND_S)
+        rpc.shutdown(timeout=CLOSE_BOUND_S)
     except RuntimeError as error:
         log.warning("RPC did not close cleanly: %s", str(error).splitlines()[0])
 

@@ -6,6 +6,7 @@ import math
 import platform
 import signal
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from ps.workload import Workload, make_model
 from ps.workloads import catalogue
 
 TICK_S = 1.0
-GOODBYE_BOUND_S = 10.0
+GOODBYE_BOUND_S = 5.0
 
 
 def run_server(topology: Topology, config: Config, prepared: Prepared) -> int:
@@ -54,20 +55,16 @@ def run_server(topology: Topology, config: Config, prepared: Prepared) -> int:
         raise
     prepared.run_dir.publish()
     _announce_plan(job, topology, config)
-    failure: Exception | None = None
     try:
         with _interruptible():
             outcome = _serve_all(job, topology, config, rendezvous)
     except Interrupted as error:
         outcome = Outcome("interrupted", error.exit_code, str(error))
+    except PsError as error:
+        outcome = Outcome("failed", error.exit_code, str(error))
     except Exception as error:
-        failure = error
-        code = error.exit_code if isinstance(error, PsError) else 1
-        outcome = Outcome("failed", code, f"{topology.role} rank 0: {_in_one_line(error)}")
+        outcome = Outcome("failed", _explain(error, topology), f"rank 0: {_in_one_line(error)}")
     _finish(job, topology, config, prepared.run_dir, outcome, time.monotonic() - started_at)
-    if failure is not None and not isinstance(failure, PsError):
-        _record_for_torchrun(failure)
-        raise failure
     return outcome.exit_code
 
 
@@ -83,22 +80,19 @@ def run_trainer(topology: Topology, config: Config) -> int:
     name = rendezvous.announced(catalogue.FETCH_BOUND_S + config.start_timeout)
     workload = catalogue.load(name, config)
     rendezvous.gather()
-    group = link.RpcGroup(topology, rendezvous, config.rpc_timeout)
     server = link.RpcLink()
     worker = ServerSideWorker(topology.rank, server, workload, config.seed)
-    try:
-        train(topology.rank, server, worker)
-    except PeerLost:
-        group.close(graceful=False)
-        raise
-    except Exception as error:
-        code = error.exit_code if isinstance(error, PsError) else 1
-        with suppress(PeerLost):
-            server.fail(topology.rank, _in_one_line(error), code)
-        group.close(graceful=False)
-        _record_for_torchrun(error)
-        raise
-    group.close(graceful=True)
+    with link.RpcGroup(topology, rendezvous, config.rpc_timeout) as group:
+        try:
+            train(topology.rank, server, worker)
+        except PeerLost:
+            raise
+        except Exception as error:
+            with suppress(PeerLost):
+                server.fail(topology.rank, _in_one_line(error), 1)
+            group.graceful = True
+            return _explain(error, topology)
+        group.graceful = True
     return 0
 
 
@@ -181,9 +175,9 @@ def _serve_all(
         rendezvous.announce(job.workload_name)
         rendezvous.gather()
         link.serve(server)
-        group = link.RpcGroup(topology, rendezvous, config.rpc_timeout)
-        _wait_until_ended(server, config.rpc_timeout)
-        group.close(graceful=server.all_left)
+        with link.RpcGroup(topology, rendezvous, config.rpc_timeout) as group:
+            _wait_until_ended(server, config.rpc_timeout)
+            group.graceful = server.all_left
     assert server.outcome is not None
     return server.outcome
 
@@ -300,8 +294,16 @@ def _interruptible() -> Iterator[None]:
         armed = False
 
 
-def _record_for_torchrun(error: BaseException) -> None:
-    """Have torchrun's report show the traceback. Errors with a message of their own need none."""
+def _explain(error: Exception, topology: Topology) -> int:
+    """Show the traceback of the error being handled once, and return the exit code.
+
+    What is recorded for torchrun stands in its report; without torchrun it is printed here.
+    """
+    if topology.error_file is None:
+        traceback.print_exc()
+        return 1
     handler = get_error_handler()
     handler.initialize()
     handler.record_exception(error)
+    log.error("%s; torchrun's report below has the traceback", _in_one_line(error))
+    return 1

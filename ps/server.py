@@ -88,7 +88,7 @@ class ParameterServer:
         return reply
 
     def forward(self, trainer: int, order: Train, inputs: Tensor) -> Tensor:
-        """See protocol.Server. Runs in the caller's thread, beside those of other trainers."""
+        """See protocol.Calls. Runs in the caller's thread, beside those of other trainers."""
         replica = self._replicas[trainer]
         with self._lock:
             self._store.refresh(replica)
@@ -97,38 +97,18 @@ class ParameterServer:
         return outputs.to("cpu")
 
     def evaluate(self, trainer: int, inputs: Tensor) -> Tensor:
-        """See protocol.Server. The weights stay as they are while an evaluation is open."""
+        """See protocol.Calls. The weights stay as they are while an evaluation is open."""
         with torch.inference_mode():
             outputs: Tensor = self._evaluation.module(inputs.to(self._input_device))
             return outputs.to("cpu")
 
     def leave(self, trainer: int) -> None:
-        """See protocol.Server."""
-        with self._lock:
-            self._present.discard(trainer)
-            answers = self._return_order(trainer)
-            if not self._present:
-                if not self._orders.finished:
-                    self._end(Outcome("failed", 4, "all trainers left before the work was done"))
-                self._end(Outcome("done"))
-                self.ended.set()
-        self._send(answers)
+        """See protocol.Calls."""
+        self._depart(trainer)
 
     def fail(self, trainer: int, cause: str, exit_code: int) -> None:
-        """See protocol.Server."""
-        with self._lock:
-            self._present.discard(trainer)
-            self._end(Outcome("failed", exit_code, f"trainer rank {trainer}: {cause}"))
-            answers = self._return_order(trainer)
-            self.ended.set()
-        self._send(answers)
-
-    def stop(self, outcome: Outcome) -> None:
-        """End the job from the server's side; every trainer is told to leave."""
-        with self._lock:
-            self._end(outcome)
-            answers = self._answers(time.monotonic())
-        self._send(answers)
+        """See protocol.Calls. The others are told to leave when they ask for their next order."""
+        self._depart(trainer, Outcome("failed", exit_code, f"trainer rank {trainer}: {cause}"))
 
     def answer_older_than(self, age_s: float) -> None:
         """Send Wait to those who wait for longer, so that their call does not time out."""
@@ -178,6 +158,19 @@ class ParameterServer:
         if self._outcome is not None or self._orders.finished:
             return Finished()
         return self._orders.take(trainer)
+
+    def _depart(self, trainer: int, outcome: Outcome | None = None) -> None:
+        with self._lock:
+            self._present.discard(trainer)
+            if outcome is not None:
+                self._end(outcome)
+            answers = self._return_order(trainer)
+            if not self._present:
+                if not self._orders.finished:
+                    self._end(Outcome("failed", 4, "all trainers left before the work was done"))
+                self._end(Outcome("done"))
+                self.ended.set()
+        self._send(answers)
 
     def _return_order(self, trainer: int) -> list[tuple[Future[Order], Order]]:
         now = time.monotonic()
