@@ -41,7 +41,7 @@ test: $(VENV)/.dev ## run all tests
 	@$(BIN)/python -m pytest
 
 test-fast: $(VENV)/.dev ## run the tests that start no job
-	@$(BIN)/python -m pytest -m "not rpc and not torchrun"
+	@$(BIN)/python -m pytest -m "not slow and not torchrun"
 
 fmt: $(VENV)/.dev ## format the code
 	@$(BIN)/ruff format .

@@ -11,14 +11,17 @@ import socket
 import sys
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.futures import Future
 
 from ps.errors import LaunchError, PeerLost
@@ -160,6 +163,13 @@ def _wait_for_listener(address: tuple[str, int], bound_s: float) -> None:
         time.sleep(POLL_INTERVAL_S)
 
 
+def record_for_torchrun(error: BaseException) -> None:
+    """Put the traceback of the error being handled into torchrun's report."""
+    handler = get_error_handler()
+    handler.initialize()
+    handler.record_exception(error)
+
+
 def check_rpc() -> None:
     """Raises:
     LaunchError: this build of torch has no usable RPC.
@@ -245,33 +255,37 @@ def serve(server: Service | None) -> None:
     _served = server
 
 
-def _server() -> Service:
-    assert _served is not None, "nothing is served in this process"
-    return _served
+@dataclass(frozen=True, slots=True)
+class _Raised:
+    """An exception of the server's code, as a value: RPC itself would print its traceback, too."""
+
+    text: str
+    traceback: str
 
 
-def _next_order(trainer: int, result: Result | None) -> Future[Order]:
-    return _server().next_order(trainer, result)
+class ServerError(RuntimeError):
+    """The server's code raised while it answered; the message has its traceback."""
 
 
-def _forward(trainer: int, order: Train, inputs: Tensor) -> Tensor:
-    return _server().forward(trainer, order, inputs)
+def _answer(method: str, *args: Any) -> Any:
+    try:
+        assert _served is not None, "nothing is served in this process"
+        return getattr(_served, method)(*args)
+    except Exception as error:
+        return _Raised(f"{type(error).__name__}: {error}", traceback.format_exc())
 
 
-def _evaluate(trainer: int, inputs: Tensor) -> Tensor:
-    return _server().evaluate(trainer, inputs)
-
-
-def _leave(trainer: int) -> None:
-    _server().leave(trainer)
-
-
-def _fail(trainer: int, cause: str, exit_code: int) -> None:
-    _server().fail(trainer, cause, exit_code)
+def _answer_later(method: str, *args: Any) -> Future[Any]:
+    answer = _answer(method, *args)
+    if not isinstance(answer, _Raised):
+        return answer  # type: ignore[no-any-return]
+    failed: Future[Any] = Future()
+    failed.set_result(answer)
+    return failed
 
 
 if rpc is not None and rpc.is_available():
-    _next_order = rpc.functions.async_execution(_next_order)
+    _answer_later = rpc.functions.async_execution(_answer_later)
 
 
 def context_gradients(context_id: int, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
@@ -295,22 +309,24 @@ class RpcLink:
         self._context: Any = None
 
     def next_order(self, trainer: int, result: Result | None) -> Order:
-        order: Order = _call(_next_order, trainer, result)
+        order: Order = _call(_answer_later, "next_order", trainer, result)
         self._release_context()
         return order
 
     @contextmanager
     def context(self) -> Iterator[int]:
         """Left open on success: the server reads the gradients when they are handed in."""
-        self._context = dist_autograd.context()
+        context = dist_autograd.context()
+        context_id: int = context.__enter__()
+        self._context = context
         try:
-            yield self._context.__enter__()
+            yield context_id
         except BaseException:
             self._release_context()
             raise
 
     def forward(self, trainer: int, order: Train, inputs: Tensor) -> Tensor:
-        outputs: Tensor = _call(_forward, trainer, order, inputs)
+        outputs: Tensor = _call(_answer, "forward", trainer, order, inputs)
         return outputs
 
     def backward(self, context_id: int, loss: Tensor) -> None:
@@ -318,14 +334,14 @@ class RpcLink:
             dist_autograd.backward(context_id, [loss])
 
     def evaluate(self, trainer: int, inputs: Tensor) -> Tensor:
-        outputs: Tensor = _call(_evaluate, trainer, inputs)
+        outputs: Tensor = _call(_answer, "evaluate", trainer, inputs)
         return outputs
 
     def leave(self, trainer: int) -> None:
-        _call(_leave, trainer)
+        _call(_answer, "leave", trainer)
 
     def fail(self, trainer: int, cause: str, exit_code: int) -> None:
-        _call(_fail, trainer, cause, exit_code)
+        _call(_answer, "fail", trainer, cause, exit_code)
 
     def _release_context(self) -> None:
         if self._context is not None:
@@ -333,26 +349,29 @@ class RpcLink:
             self._context = None
 
 
-def _call(function: Callable[..., Any], *args: Any) -> Any:
-    with _named_errors(function.__name__.strip("_")):
-        return rpc.rpc_sync(_name(SERVER_RANK), function, args=args)
+def _call(function: Callable[..., Any], method: str, *args: Any) -> Any:
+    with _named_errors(method):
+        answer = rpc.rpc_sync(_name(SERVER_RANK), function, args=(method, *args))
+    if isinstance(answer, _Raised):
+        raise ServerError(f"on the server, {method}: {answer.text}\n\n{answer.traceback}")
+    return answer
 
 
 @contextmanager
 def _named_errors(call: str) -> Iterator[None]:
-    """An error of the transport becomes PeerLost; one raised by the server's code stays itself."""
+    """An error of the transport becomes PeerLost."""
     try:
         yield
     except RuntimeError as error:
         text = str(error)
-        if text.startswith("On WorkerInfo"):
-            raise
-        if "timeout" in text:
+        if "RPC ran for more than" in text:
             limit = f"{rpc.get_rpc_timeout():.0f} s"
             raise PeerLost(
                 f"{call} got no answer from the server in {limit} (--rpc-timeout)"
             ) from None
-        raise PeerLost(f"lost the server during {call}: {text.splitlines()[0]}") from None
+        if "originated at tensorpipe" in text:
+            raise PeerLost(f"lost the server during {call}: {text.splitlines()[0]}") from None
+        raise
 
 
 class InProcessLink:

@@ -2,20 +2,22 @@
 
 torch has one default CPU generator per process, and the server runs the forward passes of all
 trainers in threads of one process. So each pass draws from a generator of its own: below
-autograd, every operator that takes a generator and was given none is handed that one.
+autograd, every operator that takes a generator and was given none is handed that one, and for
+one that takes none the default generator is lent its state.
 """
 
 from __future__ import annotations
 
+import enum
 import functools
 import random
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-
-_FUSED_DROPOUT = torch.ops.aten.native_dropout.default
 
 
 def step_seed(seed: int, epoch: int, batch: int) -> int:
@@ -36,8 +38,7 @@ class SeededForward(TorchDispatchMode):
     """A context for one thread in which random operators draw as after manual_seed(seed).
 
     The numbers are those of a plain `torch.manual_seed(seed)` before the same operators, bit
-    for bit. Not covered: operators that draw without taking a generator, such as dropout
-    inside a fused CUDA attention kernel.
+    for bit.
     """
 
     def __init__(self, seed: int) -> None:
@@ -58,36 +59,53 @@ class SeededForward(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         options = kwargs or {}
-        if not _draws(func):
+        kind = _kind(func)
+        if kind is _Kind.PLAIN or options.get("generator") is not None:
             return func(*args, **options)
-        if func is _FUSED_DROPOUT:
-            return self._dropout(*args, **options)
-        if options.get("generator") is None:
-            options = {**options, "generator": self._generator(_device_of(args, options))}
-        return func(*args, **options)
+        generator = self._generator(_device_of(args, options))
+        if kind is _Kind.TAKES_GENERATOR:
+            return func(*args, **{**options, "generator": generator})
+        with _lending(generator):
+            return func(*args, **options)
 
     def _generator(self, device: torch.device) -> torch.Generator:
         if device not in self._generators:
-            generator = torch.Generator(device)
-            self._generators[device] = generator.manual_seed(self._seed)
+            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
         return self._generators[device]
 
-    def _dropout(
-        self, inputs: torch.Tensor, p: float, train: bool | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The fused kernel of GPUs takes no generator; this is what it computes."""
-        keep = torch.ones_like(inputs, dtype=torch.bool)
-        if train is False:
-            return inputs.clone(), keep
-        keep.bernoulli_(1.0 - p, generator=self._generator(inputs.device))
-        scale = 0.0 if p == 1.0 else 1.0 / (1.0 - p)
-        return inputs * keep * scale, keep
+
+class _Kind(enum.Enum):
+    PLAIN = enum.auto()
+    TAKES_GENERATOR = enum.auto()
+    DRAWS_BY_DEFAULT = enum.auto()
 
 
 @functools.cache
-def _draws(func: Any) -> bool:
-    takes_generator = any(argument.name == "generator" for argument in func._schema.arguments)
-    return takes_generator or func is _FUSED_DROPOUT
+def _kind(func: Any) -> _Kind:
+    if any(argument.name == "generator" for argument in func._schema.arguments):
+        return _Kind.TAKES_GENERATOR
+    draws = torch.Tag.nondeterministic_seeded in func.tags
+    return _Kind.DRAWS_BY_DEFAULT if draws else _Kind.PLAIN
+
+
+_default_generators = threading.Lock()
+
+
+@contextmanager
+def _lending(generator: torch.Generator) -> Iterator[None]:
+    """Lend the generator's state to the device's default one, for one operator at a time."""
+    if generator.device.type == "cuda":
+        default = torch.cuda.default_generators[generator.device.index or 0]
+    else:
+        default = torch.default_generator
+    with _default_generators:
+        saved = default.get_state()
+        default.set_state(generator.get_state())
+        try:
+            yield
+        finally:
+            generator.set_state(default.get_state())
+            default.set_state(saved)
 
 
 def _device_of(args: Sequence[Any], options: Mapping[str, Any]) -> torch.device:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from types import FrameType
 
 import torch
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from ps import link, machine
 from ps.config import Config
@@ -65,6 +64,8 @@ def run_server(topology: Topology, config: Config, prepared: Prepared) -> int:
     except Exception as error:
         outcome = Outcome("failed", _explain(error, topology), f"rank 0: {_in_one_line(error)}")
     _finish(job, topology, config, prepared.run_dir, outcome, time.monotonic() - started_at)
+    if outcome.rank != topology.rank:
+        _await_stop()
     return outcome.exit_code
 
 
@@ -186,7 +187,7 @@ def _wait_until_ended(server: ParameterServer, rpc_timeout_s: float) -> None:
     """After a failure the others get GOODBYE_BOUND_S to leave."""
     goodbye_since: float | None = None
     while not server.ended.wait(TICK_S):
-        server.answer_older_than(rpc_timeout_s / 3)
+        server.tick(max_wait_s=rpc_timeout_s / 3)
         if server.outcome is None:
             continue
         goodbye_since = goodbye_since or time.monotonic()
@@ -294,6 +295,12 @@ def _interruptible() -> Iterator[None]:
         armed = False
 
 
+def _await_stop() -> None:
+    """torchrun names the rank that exits first as the root cause: let that be the one."""
+    with suppress(Interrupted), _interruptible():
+        time.sleep(GOODBYE_BOUND_S)
+
+
 def _explain(error: Exception, topology: Topology) -> int:
     """Show the traceback of the error being handled once, and return the exit code.
 
@@ -302,8 +309,6 @@ def _explain(error: Exception, topology: Topology) -> int:
     if topology.error_file is None:
         traceback.print_exc()
         return 1
-    handler = get_error_handler()
-    handler.initialize()
-    handler.record_exception(error)
+    link.record_for_torchrun(error)
     log.error("%s; torchrun's report below has the traceback", _in_one_line(error))
     return 1

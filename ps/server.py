@@ -19,8 +19,10 @@ from ps.orders import Orders
 from ps.protocol import Evaluate, Evaluated, Finished, Order, Result, Train, Trained, Wait
 from ps.randomness import SeededForward, step_seed
 from ps.store import Store
+from ps.topology import SERVER_RANK
 
 Gradients = Callable[[int, Sequence[nn.Parameter]], list[Tensor | None]]
+Answer = tuple[Future[Order], Order]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,8 @@ class Outcome:
     status: Literal["done", "failed", "interrupted"]
     exit_code: int = 0
     cause: str | None = None
+    rank: int = SERVER_RANK
+    """Who holds the cause, and so exits first."""
 
 
 class ParameterServer:
@@ -108,17 +112,20 @@ class ParameterServer:
 
     def fail(self, trainer: int, cause: str, exit_code: int) -> None:
         """See protocol.Calls. The others are told to leave when they ask for their next order."""
-        self._depart(trainer, Outcome("failed", exit_code, f"trainer rank {trainer}: {cause}"))
+        cause = f"trainer rank {trainer}: {cause}"
+        self._depart(trainer, Outcome("failed", exit_code, cause, rank=trainer))
 
-    def answer_older_than(self, age_s: float) -> None:
-        """Send Wait to those who wait for longer, so that their call does not time out."""
+    def tick(self, max_wait_s: float) -> None:
+        """Once in a while: print progress, and send Wait to those who wait for max_wait_s.
+
+        So no call of a trainer times out while there is nothing to do for it.
+        """
         with self._lock:
             now = time.monotonic()
-            late = [t for t, (since, _) in self._waiting.items() if now - since > age_s]
-            answers: list[tuple[Future[Order], Order]] = [
-                (self._waiting.pop(trainer)[1], Wait()) for trainer in late
-            ]
-        self._send(answers)
+            line = self._metrics.progress(self._orders.epoch, now)
+            late = [t for t, (since, _) in self._waiting.items() if now - since > max_wait_s]
+            answers: list[Answer] = [(self._waiting.pop(t)[1], Wait()) for t in late]
+        self._send(answers, [line])
 
     def _take(self, trainer: int, result: Result, now: float) -> str | None:
         if isinstance(result, Trained):
@@ -143,9 +150,9 @@ class ParameterServer:
         self._store.take_buffers(replica)
         self._metrics.trained(result, staleness)
 
-    def _answers(self, now: float) -> list[tuple[Future[Order], Order]]:
+    def _answers(self, now: float) -> list[Answer]:
         """Orders for those who wait, first come first served."""
-        answers: list[tuple[Future[Order], Order]] = []
+        answers: list[Answer] = []
         for trainer in list(self._waiting):
             order = self._next(trainer)
             if order is not None:
@@ -172,7 +179,7 @@ class ParameterServer:
                 self.ended.set()
         self._send(answers)
 
-    def _return_order(self, trainer: int) -> list[tuple[Future[Order], Order]]:
+    def _return_order(self, trainer: int) -> list[Answer]:
         now = time.monotonic()
         if isinstance(self._orders.held_by(trainer), Train):
             self._metrics.taken_back(now)
@@ -185,9 +192,7 @@ class ParameterServer:
             self._outcome = outcome
 
     @staticmethod
-    def _send(
-        answers: Sequence[tuple[Future[Order], Order]], lines: Sequence[str | None] = ()
-    ) -> None:
+    def _send(answers: Sequence[Answer], lines: Sequence[str | None] = ()) -> None:
         """Without the lock: setting a result runs whatever waits for it."""
         for line in lines:
             if line:

@@ -135,9 +135,10 @@ def make_optimizer(
     kind = getattr(torch.optim, name, None)
     names = [n for n, k in vars(torch.optim).items() if inspect.isclass(k) and n != "Optimizer"]
     if name not in names:
-        close = difflib.get_close_matches(name, names, n=1)
-        hint = f"; did you mean {close[0]}?" if close else f"; known: {', '.join(sorted(names))}"
-        raise ConfigError(f"--optimizer {name} is not in torch.optim{hint}")
+        by_lower = {known.lower(): known for known in sorted(names)}
+        close = difflib.get_close_matches(name.lower(), by_lower, n=1)
+        hint = f"did you mean {by_lower[close[0]]}?" if close else f"known: {', '.join(names)}"
+        raise ConfigError(f"--optimizer {name} is not in torch.optim; {hint}")
     assert kind is not None
     if inspect.signature(kind.step).parameters["closure"].default is inspect.Parameter.empty:
         raise ConfigError(f"--optimizer {name} evaluates the model itself and cannot be served")

@@ -1,0 +1,132 @@
+"""Workloads for tests: small, exact, and with faults that can be named on the command line."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from ps import link
+from ps.config import Config
+from ps.workload import Workload
+
+RANK = int(os.environ.get("RANK", "0"))
+
+
+class Points:
+    """Deterministic inputs [n, width] and classes [n], as a plain map-style data set."""
+
+    def __init__(self, count: int, width: int, num_classes: int) -> None:
+        generator = torch.Generator().manual_seed(count)
+        self.inputs = torch.randn(count, width, generator=generator)
+        self.targets = torch.arange(count) % num_classes
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.inputs[index], self.targets[index]
+
+
+def correct(outputs: Tensor, targets: Tensor) -> int:
+    return int((outputs.argmax(dim=1) == targets).sum())
+
+
+def perceptron(dropout: float = 0.0, num_train: int = 400) -> Workload:
+    def model() -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(6, 16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 3), nn.LogSoftmax(1)
+        )
+
+    return Workload(
+        name="perceptron",
+        model=model,
+        train=Points(num_train, 6, 3),
+        test=Points(97, 6, 3),
+        loss=nn.functional.nll_loss,
+        correct=correct,
+    )
+
+
+def plain(config: Config) -> Workload:
+    return perceptron()
+
+
+def with_dropout(config: Config) -> Workload:
+    return perceptron(dropout=0.5)
+
+
+def fixed_gradients(config: Config) -> Workload:
+    """Every batch gives a gradient of exactly one for each of the four weights."""
+
+    def model() -> nn.Module:
+        layer = nn.Linear(4, 1, bias=False)
+        nn.init.zeros_(layer.weight)
+        return layer
+
+    ones = torch.utils.data.TensorDataset(torch.ones(400, 4), torch.zeros(400))
+    return replace(
+        perceptron(), model=model, train=ones, test=ones, loss=_mean_output, correct=_none_correct
+    )
+
+
+def fixed_gradients_on_two_threads(config: Config) -> Workload:
+    link._num_threads = lambda topology: 2
+    return fixed_gradients(config)
+
+
+def _mean_output(outputs: Tensor, targets: Tensor) -> Tensor:
+    return outputs.mean()
+
+
+def _none_correct(outputs: Tensor, targets: Tensor) -> int:
+    return 0
+
+
+def raising(config: Config) -> Workload:
+    """The trainer of rank 2 raises at its tenth batch."""
+    return _with_fault(_raise)
+
+
+def not_finite(config: Config) -> Workload:
+    """The loss of rank 1's tenth batch is not a number."""
+
+    def spoil(loss: Tensor) -> Tensor:
+        return loss * float("nan")
+
+    return _with_fault(spoil, rank=1)
+
+
+def slow(config: Config) -> Workload:
+    """The trainer of rank 1 takes SLOW_S seconds for its tenth batch."""
+
+    def wait(loss: Tensor) -> Tensor:
+        time.sleep(float(os.environ["SLOW_S"]))
+        return loss
+
+    return _with_fault(wait, rank=1)
+
+
+def _raise(loss: Tensor) -> Tensor:
+    raise ValueError("boom in the loss")
+
+
+def _with_fault(fault: Callable[[Tensor], Tensor], rank: int = 2) -> Workload:
+    workload = perceptron()
+    calls = 0
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        value = workload.loss(outputs, targets)
+        return fault(value) if calls == 10 and rank == RANK else value
+
+    return replace(workload, loss=loss)
+
+
+def returning_a_number(config: Config) -> Workload:
+    return 3  # type: ignore[return-value]

@@ -1,0 +1,257 @@
+"""The options as typed: their defaults in --help, and every value that is refused, by its flag."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from ps.config import Config, flag, parse_args
+from ps.errors import ConfigError
+
+SEE_HELP = "; see: python launch.py --help"
+OPTIONS = {spec.name: spec for spec in fields(Config)}
+
+# Every limit of every option: what is typed, and what is answered after the flag.
+BEYOND_LIMIT = [
+    ("--epochs", "0", "must be 1 or more, got 0"),
+    ("--batch-size", "0", "must be 1 or more, got 0"),
+    ("--lr", "0", "must be above 0, got 0.0"),
+    ("--lr", "-0.1", "must be above 0, got -0.1"),
+    ("--momentum", "-0.1", "must be 0 or more, got -0.1"),
+    ("--momentum", "1.1", "must be 1 or less, got 1.1"),
+    ("--weight-decay", "-1", "must be 0 or more, got -1.0"),
+    ("--clip-norm", "-1", "must be 0 or more, got -1.0"),
+    ("--seed", "-1", "must be 0 or more, got -1"),
+    ("--seed", str(2**63), f"must be {2**63 - 1} or less, got {2**63}"),
+    ("--compute", "nowhere", "must be server, got 'nowhere'"),
+    ("--staleness", "-1", "must be inf, got '-1'"),
+    ("--num-gpus", "-1", "must be 0 or more, got -1"),
+    ("--num-gpus", "3", "must be 2 or less, got 3"),
+    ("--threads", "-1", "must be 0 or more, got -1"),
+    ("--threads", "1025", "must be 1024 or less, got 1025"),
+    ("--start-timeout", "0.5", "must be 1 or more, got 0.5"),
+    ("--rpc-timeout", "0.5", "must be 1 or more, got 0.5"),
+    ("--log-level", "loud", "must be debug or info or warning, got 'loud'"),
+]
+AT_LIMIT = [
+    ("--epochs", "1", 1),
+    ("--batch-size", "1", 1),
+    ("--lr", "1e-9", 1e-9),
+    ("--momentum", "0", 0.0),
+    ("--momentum", "1", 1.0),
+    ("--weight-decay", "0", 0.0),
+    ("--clip-norm", "0", 0.0),
+    ("--seed", "0", 0),
+    ("--seed", str(2**63 - 1), 2**63 - 1),
+    ("--num-gpus", "0", 0),
+    ("--num-gpus", "2", 2),
+    ("--threads", "0", 0),
+    ("--threads", "1024", 1024),
+    ("--start-timeout", "1", 1.0),
+    ("--rpc-timeout", "1", 1.0),
+]
+WHOLE_NUMBERS = ["--epochs", "--batch-size", "--seed", "--num-gpus", "--threads"]
+NUMBERS = [
+    "--lr",
+    "--momentum",
+    "--weight-decay",
+    "--clip-norm",
+    "--start-timeout",
+    "--rpc-timeout",
+]
+
+
+def refused(*argv: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_args(argv)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def help_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    monkeypatch.setenv("COLUMNS", "400")
+    with pytest.raises(SystemExit) as caught:
+        parse_args(["--help"])
+    assert caught.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_nothing_typed_gives_the_documented_defaults() -> None:
+    assert parse_args([]) == Config(
+        workload="auto",
+        data_dir=Path("data"),
+        data_mirror="https://ossci-datasets.s3.amazonaws.com/mnist",
+        epochs=1,
+        batch_size=32,
+        optimizer="SGD",
+        lr=0.03,
+        momentum=0.0,
+        weight_decay=0.0,
+        lr_schedule="constant",
+        clip_norm=0.0,
+        seed=0,
+        compute="server",
+        staleness="inf",
+        num_gpus=0,
+        threads=0,
+        run_dir=None,
+        start_timeout=120.0,
+        rpc_timeout=60.0,
+        log_level="info",
+    )
+
+
+def test_what_is_typed_is_what_the_config_holds() -> None:
+    text = (
+        "--workload my.plugin:build --data-dir /mnist --data-mirror http://here/mnist --epochs 5 "
+        "--batch-size=64 --optimizer Adam --lr 0.001 --momentum 0.9 --weight-decay 1e-4 "
+        "--lr-schedule step:100:0.5 --clip-norm 2 --seed 7 --compute server --staleness inf "
+        "--num-gpus 1 --threads 3 --run-dir out --start-timeout 30 --rpc-timeout 5.5 "
+        "--log-level debug"
+    )
+    assert parse_args(text.split()) == Config(
+        workload="my.plugin:build",
+        data_dir=Path("/mnist"),
+        data_mirror="http://here/mnist",
+        epochs=5,
+        batch_size=64,
+        optimizer="Adam",
+        lr=0.001,
+        momentum=0.9,
+        weight_decay=1e-4,
+        lr_schedule="step:100:0.5",
+        clip_norm=2.0,
+        seed=7,
+        compute="server",
+        staleness="inf",
+        num_gpus=1,
+        threads=3,
+        run_dir=Path("out"),
+        start_timeout=30.0,
+        rpc_timeout=5.5,
+        log_level="debug",
+    )
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_help_shows_the_default_of_every_option(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    default = OPTIONS[name].default
+    shown = "runs/<time>-<id>" if default is None else default
+    line = re.search(
+        rf"^  {flag(name)} \S+(.*(?:\n {{20,}}.*)*)", help_text(monkeypatch, capsys), re.MULTILINE
+    )
+    assert line is not None, f"{flag(name)} is not in --help"
+    assert line[1].count("(default: ") == 1
+    assert line[1].endswith(f"(default: {shown})")
+
+
+def test_help_shows_how_to_start_and_the_exit_codes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = help_text(monkeypatch, capsys)
+    assert text.startswith(
+        "usage: torchrun --standalone --nproc_per_node=WORLD_SIZE launch.py [options]\n"
+    )
+    assert "\n  torchrun --standalone --nproc_per_node=4 launch.py\n" in text
+    assert "exit codes: 0 done, 2 bad option or plug-in or data, 3 not started as needed" in text
+
+
+def test_an_unknown_option_is_named() -> None:
+    assert refused("--bogus") == f"unrecognized arguments: --bogus{SEE_HELP}"
+    assert refused("--bogus", "3") == f"unrecognized arguments: --bogus 3{SEE_HELP}"
+    assert refused("train") == f"unrecognized arguments: train{SEE_HELP}"
+
+
+@pytest.mark.parametrize("abbreviation", ["--epoch", "--batch", "--work", "--num-gpu", "--l"])
+def test_an_abbreviation_is_an_unknown_option(abbreviation: str) -> None:
+    assert refused(f"{abbreviation}=1") == f"unrecognized arguments: {abbreviation}=1{SEE_HELP}"
+
+
+def test_an_underscore_for_a_dash_is_an_unknown_option() -> None:
+    assert refused("--batch_size", "3") == f"unrecognized arguments: --batch_size 3{SEE_HELP}"
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_without_its_value_is_named(name: str) -> None:
+    assert refused(flag(name)) == f"argument {flag(name)}: expected one argument{SEE_HELP}"
+
+
+@pytest.mark.parametrize("typed", WHOLE_NUMBERS)
+@pytest.mark.parametrize("text", ["three", "1.5", "1e3", "", "nan"])
+def test_anything_but_a_whole_number_is_refused_as_seen(typed: str, text: str) -> None:
+    message = f"argument {typed}: invalid whole number value: {text!r}{SEE_HELP}"
+    assert refused(typed, text) == message
+
+
+@pytest.mark.parametrize("typed", NUMBERS)
+@pytest.mark.parametrize("text", ["fast", "0,1", "", "1.5s"])
+def test_anything_but_a_number_is_refused_as_seen(typed: str, text: str) -> None:
+    assert refused(typed, text) == f"argument {typed}: invalid number value: {text!r}{SEE_HELP}"
+
+
+@pytest.mark.parametrize("typed", NUMBERS)
+@pytest.mark.parametrize(("text", "seen"), [("nan", "nan"), ("inf", "inf"), ("1e999", "inf")])
+def test_a_number_that_is_not_finite_is_refused(typed: str, text: str, seen: str) -> None:
+    assert refused(typed, text) == f"{typed} must be finite, got {seen}"
+
+
+@pytest.mark.parametrize(("typed", "text", "answer"), BEYOND_LIMIT)
+def test_a_value_beyond_its_limit_is_refused_with_the_limit(
+    typed: str, text: str, answer: str
+) -> None:
+    assert refused(f"{typed}={text}") == f"{typed} {answer}"
+
+
+@pytest.mark.parametrize(("typed", "text", "value"), AT_LIMIT)
+def test_a_value_at_its_limit_is_good(typed: str, text: str, value: float) -> None:
+    config = parse_args([typed, text])
+    assert getattr(config, typed.removeprefix("--").replace("-", "_")) == value
+
+
+def test_the_tables_above_hold_every_option_with_a_limit_and_every_number() -> None:
+    limited = [
+        flag(name)
+        for name, spec in OPTIONS.items()
+        if spec.metadata["choices"]
+        or any(spec.metadata[key] is not None for key in ("least", "above", "most"))
+    ]
+    assert {typed for typed, _, _ in BEYOND_LIMIT} == set(limited)
+    whole = [flag(name) for name, spec in OPTIONS.items() if type(spec.default) is int]
+    assert whole == WHOLE_NUMBERS
+    assert [flag(n) for n, spec in OPTIONS.items() if type(spec.default) is float] == NUMBERS
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "Mnist", "cifar", "module", "module:", ":build", "a:b:c", "a/b.py:build", "a b:c", "a.:b"],
+)
+def test_a_workload_that_is_neither_built_in_nor_a_plug_in_is_refused(text: str) -> None:
+    assert refused("--workload", text) == (
+        f"--workload must be auto, mnist, digits or module:function, got {text!r}"
+    )
+
+
+@pytest.mark.parametrize("text", ["auto", "mnist", "digits", "mine:build", "pkg.sub.mine:build"])
+def test_built_in_workloads_and_plug_ins_are_good(text: str) -> None:
+    assert parse_args(["--workload", text]).workload == text
+
+
+@pytest.mark.parametrize("text", ["exponential", "step:0:0.5"])
+def test_a_bad_schedule_is_refused_before_anything_starts(text: str) -> None:
+    message = refused("--lr-schedule", text)
+    assert message.startswith("--lr-schedule ")
+    assert message.endswith(f", got {text!r}")
+
+
+def test_a_config_made_in_code_is_checked_as_one_that_is_typed() -> None:
+    with pytest.raises(ConfigError, match=r"^--batch-size must be 1 or more, got 0$"):
+        Config(batch_size=0)
+
+
+def test_the_last_of_an_option_typed_twice_wins() -> None:
+    assert parse_args(["--epochs", "2", "--epochs", "3"]).epochs == 3

@@ -1,0 +1,203 @@
+"""Whole jobs under a real torchrun: what people start, what they see and what is left."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from ps.workload import fetch
+from ps.workloads import mnist_files
+from tests import plugins
+from tests.helpers import Job, mnist_folder, run_job
+
+pytestmark = pytest.mark.torchrun
+
+PLAIN = ("--workload", "tests.plugins:plain", "--batch-size", "8")
+REPORT_KEYS = {
+    *("status", "exit_code", "cause", "world_size", "compute", "staleness", "workload", "epochs"),
+    *("updates", "samples_trained", "samples_per_s", "train_loss", "test_loss", "test_accuracy"),
+    *("duration_s", "torch", "python"),
+}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_sample_is_trained_once_per_epoch_at_any_world_size(
+    tmp_path: Path, world_size: int
+) -> None:
+    done = run_job(tmp_path, *PLAIN, "--epochs", "3", world_size=world_size)
+    assert done.exit_code == 0, done.text
+    report = done.report
+    assert report.keys() >= REPORT_KEYS
+    assert (report["status"], report["exit_code"], report["cause"]) == ("done", 0, None)
+    assert report["world_size"] == world_size
+    assert report["samples_trained"] == 3 * 400
+    assert report["updates"] == 3 * 50
+    assert [record["updates"] for record in report["history"]] == [50, 100, 150]
+
+
+def test_a_clean_run_prints_only_lines_with_role_and_rank(tmp_path: Path) -> None:
+    done = run_job(tmp_path, *PLAIN)
+    assert done.exit_code == 0
+    assert [line for _, line in done.output] == done.lines_of_ranks()
+    assert all(line.startswith("server rank 0 | ") for line in done.lines_of_ranks())
+    assert "warning" not in done.text
+
+
+def test_the_saved_model_has_the_accuracy_of_the_report(tmp_path: Path) -> None:
+    done = run_job(tmp_path, *PLAIN, "--epochs", "2", "--lr", "0.1")
+    workload = plugins.perceptron()
+    model = workload.model().eval()
+    model.load_state_dict(done.model)
+    inputs, targets = fetch(workload.test, range(len(workload.test)))
+    with torch.inference_mode():
+        outputs = model(inputs)
+    assert done.report["test_accuracy"] == workload.correct(outputs, targets) / len(workload.test)
+    loss = workload.loss(outputs, targets).item()
+    assert done.report["test_loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_a_trainer_that_raises_ends_the_job_and_is_the_cause(tmp_path: Path) -> None:
+    done = run_job(tmp_path, "--workload", "tests.plugins:raising", "--batch-size", "8")
+    assert done.exit_code != 0
+    assert done.duration_s - done.time_of("boom in the loss") < 10
+    assert done.text.count("Traceback (most recent call last):\n    File") == 1
+    assert "trainer rank 2 | error: ValueError: boom in the loss" in done.text
+    assert done.report["status"] == "failed"
+    assert done.report["cause"] == "trainer rank 2: ValueError: boom in the loss"
+    assert "Root Cause" in done.text
+    root = done.text[done.text.index("Root Cause") :]
+    assert "rank      : 2" in root
+    assert not (done.run_dir / "model.pt").exists()
+
+
+def test_a_gradient_that_is_not_finite_ends_with_8_and_names_the_order(tmp_path: Path) -> None:
+    done = run_job(tmp_path, "--workload", "tests.plugins:not_finite", "--batch-size", "8")
+    assert done.exit_code != 0
+    report = done.report
+    assert (report["status"], report["exit_code"]) == ("failed", 8)
+    assert report["cause"].startswith("trainer rank 1, epoch 1, batch ")
+    assert report["cause"].endswith("the gradient of 0.weight is not finite")
+    assert "exitcode  : 8" in done.text
+
+
+def test_ctrl_c_ends_with_130_and_no_traceback_of_ours(tmp_path: Path) -> None:
+    job = Job(tmp_path, *PLAIN, "--epochs", "1000")
+    job.wait_for("epoch 2/1000")
+    ranks = job.ranks()
+    job.send(signal.SIGINT)
+    done = job.wait()
+    assert done.duration_s - done.time_of("SIGINT") < 10
+    assert done.report["exit_code"] == 130
+    assert done.report["status"] == "interrupted"
+    assert done.report["cause"] == "stopped by SIGINT"
+    assert "terminate called" not in done.text
+    assert "launch.py" not in done.text  # no frame of a traceback of ours
+    assert not any(process.is_running() for process in ranks.values())
+
+
+def test_ranks_listen_on_loopback_only_and_wait_without_using_a_core(tmp_path: Path) -> None:
+    job = Job(
+        tmp_path, "--workload", "tests.plugins:slow", "--batch-size", "8", env={"SLOW_S": "8"}
+    )
+    job.wait_for("updates 49/50")
+    ranks = job.ranks()
+    addresses = {
+        connection.laddr.ip
+        for process in ranks.values()
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    before = {rank: sum(process.cpu_times()[:2]) for rank, process in ranks.items()}
+    start = time.monotonic()
+    time.sleep(4)
+    elapsed_s = time.monotonic() - start
+    used = {
+        rank: (sum(process.cpu_times()[:2]) - before[rank]) / elapsed_s
+        for rank, process in ranks.items()
+    }
+    done = job.wait()
+    assert done.exit_code == 0, done.text
+    assert addresses <= {"127.0.0.1", "::ffff:127.0.0.1"} and addresses
+    assert max(used.values()) < 0.02, used
+
+
+def test_without_mnist_and_network_the_digits_are_trained_and_it_is_said(tmp_path: Path) -> None:
+    data_dir = tmp_path / "data"
+    job = Job(
+        tmp_path,
+        *("--data-dir", str(data_dir), "--data-mirror", "http://127.0.0.1:9/mnist"),
+        world_size=2,
+    )
+    job.wait_for("loss")
+    done_line = job.ranks()
+    job.send(signal.SIGINT)
+    done = job.wait()
+    assert done_line
+    assert "warning: NOT MNIST, training on generated digits instead: " in done.text
+    assert "train-images-idx3-ubyte is not in" in done.text
+    assert done.report["workload"] == "digits"
+    assert not data_dir.exists()
+
+
+BAD_INPUT = [
+    pytest.param(["--epochs", "0"], "--epochs must be 1 or more, got 0", id="value"),
+    pytest.param(["--bogus"], "unrecognized arguments: --bogus", id="option"),
+    pytest.param(["--workload", "no.such:thing"], "--workload no.such:thing: ModuleNot", id="none"),
+    pytest.param(
+        ["--workload", "tests.plugins:returning_a_number"],
+        "must return a ps.workload.Workload, got int 3",
+        id="plug-in",
+    ),
+    pytest.param([*PLAIN, "--num-gpus", "2"], "--num-gpus 2, but this process sees", id="gpus"),
+    pytest.param([*PLAIN, "--optimizer", "Sgd"], "did you mean SGD?", id="optimizer"),
+    pytest.param(
+        ["--workload", "mnist", "--data-dir", "/proc/none", "--data-mirror", "http://127.0.0.1:9/"],
+        "train-images-idx3-ubyte is not in /proc/none/MNIST/raw, and it cannot be fetched",
+        id="data",
+    ),
+]
+
+
+@pytest.mark.parametrize(("args", "message"), BAD_INPUT)
+def test_bad_input_ends_with_2_and_one_line_within_5_s(
+    tmp_path: Path, args: list[str], message: str
+) -> None:
+    done = run_job(tmp_path, *args)
+    assert done.exit_code != 0
+    [line] = done.lines_of_ranks()
+    assert line.startswith("server rank 0 | error: ")
+    assert message in line
+    assert done.time_of(message) < 5
+    root = done.text[done.text.index("Root Cause") :]
+    assert "rank      : 0" in root
+    assert "exitcode  : 2" in root
+    left = {path.name for path in done.run_dir.iterdir()} if done.run_dir.exists() else set()
+    assert left <= {"torchrun"}
+
+
+def test_a_run_directory_in_use_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "precious").write_text("mine")
+    done = run_job(tmp_path, *PLAIN)
+    assert done.exit_code != 0
+    [line] = done.lines_of_ranks()
+    assert "is not empty (it holds precious)" in line
+    assert {path.name for path in done.run_dir.iterdir()} == {"precious", "torchrun"}
+
+
+def test_mnist_reaches_97_percent_in_one_epoch_with_two_trainers(tmp_path: Path) -> None:
+    folder = mnist_folder()
+    if folder is None:
+        pytest.skip(f"MNIST is not here: put {', '.join(mnist_files.SHA256)} into data/MNIST/raw")
+    done = run_job(tmp_path, "--workload", "mnist", "--data-dir", str(folder))
+    assert done.exit_code == 0, done.text
+    report = done.report
+    assert report["test_accuracy"] >= 0.97
+    assert report["samples_trained"] == 60000
+    assert report["updates"] == 1875
+    assert report["history"][0]["test_accuracy"] == report["test_accuracy"]

@@ -1,0 +1,102 @@
+"""The arrows between modules, and the doors to the outside. README.md has the table."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT
+
+# A module may import only from lines above its own.
+LAYERS = [
+    ("ps.errors", "ps.files"),
+    ("ps.log", "ps.schedule", "ps.topology", "ps.machine"),
+    ("ps.config", "ps.protocol"),
+    ("ps.orders", "ps.randomness", "ps.devices", "ps.store", "ps.workload", "ps.rundir", "ps.link"),
+    ("ps.metrics", "ps.workloads.mnist_files", "ps.workloads.images"),
+    ("ps.server", "ps.step", "ps.workloads.mnist", "ps.workloads.digits"),
+    ("ps.trainer", "ps.workloads.catalogue"),
+    ("ps.preparation",),
+    ("ps.run",),
+    ("launch",),
+]
+DOORS = {
+    "torch.distributed": {"ps.link"},
+    "torch.optim": {"ps.store"},
+    "torchvision": {"ps.workloads.mnist_files"},
+    "argparse": {"ps.config"},
+    "signal": {"launch", "ps.run"},
+    "subprocess": {"ps.workloads.mnist_files"},
+    "importlib": {"ps.workload"},
+    "ctypes": {"ps.machine"},
+    "socket": {"ps.link", "ps.workloads.mnist_files"},
+}
+NO_TORCH = {
+    *("launch", "ps.errors", "ps.files", "ps.log", "ps.schedule", "ps.topology", "ps.machine"),
+    *("ps.config", "ps.rundir", "ps.preparation", "ps.workloads.mnist_files"),
+    "ps.workloads.catalogue",
+}
+PATHS = [ROOT / "launch.py", *sorted((ROOT / "ps").rglob("*.py"))]
+SOURCES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+    for path in PATHS
+    if path.name != "__init__.py"
+}
+
+
+def imports_of(path: Path, *, top_level_only: bool = False) -> set[str]:
+    """Modules that a file imports, `from a import b` as a and a.b, without type-checking ones."""
+    tree = ast.parse(path.read_text())
+    nodes = tree.body if top_level_only else list(ast.walk(tree))
+    found: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def layer_of(module: str) -> int:
+    return next(number for number, layer in enumerate(LAYERS) if module in layer)
+
+
+def test_every_module_has_a_layer_and_every_layer_its_modules() -> None:
+    assert sorted(SOURCES) == sorted(module for layer in LAYERS for module in layer)
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_imports_point_down(module: str) -> None:
+    for name in imports_of(SOURCES[module]) & SOURCES.keys():
+        assert layer_of(name) < layer_of(module), f"{module} imports {name}"
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_each_outside_thing_has_one_door(door: str) -> None:
+    users = {
+        module
+        for module, path in SOURCES.items()
+        if any(name == door or name.startswith(door + ".") for name in imports_of(path))
+        or f"import {door}" in path.read_text()
+        or f"from {door}" in path.read_text()
+        or (f"{door}." in path.read_text() and door == "torch.optim")
+    }
+    assert users - {"ps.run"} <= DOORS[door] if door == "torch.optim" else users == DOORS[door]
+
+
+@pytest.mark.parametrize("module", sorted(NO_TORCH))
+def test_what_answers_before_torch_is_loaded_does_not_import_it(module: str) -> None:
+    names = imports_of(SOURCES[module], top_level_only=True)
+    assert not [name for name in names if name.split(".")[0] in ("torch", "torchvision")]
+    assert (names & SOURCES.keys()) <= NO_TORCH
+
+
+def test_only_the_entry_reads_the_environment_and_the_command_line() -> None:
+    readers = {m for m, path in SOURCES.items() if "os.environ" in path.read_text()}
+    assert readers == {"launch", "ps.link"}
+    assert {m for m, path in SOURCES.items() if "sys.argv" in path.read_text()} == {
+        "launch",
+        "ps.workloads.mnist_files",
+    }

@@ -1,0 +1,378 @@
+"""The list of work under trainers of any number, speed and loyalty: each sample exactly once."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ps.orders import Orders, Plan, permutation
+from ps.protocol import Evaluate, Evaluated, Result, Train, Trained
+
+
+def plan_of(
+    *,
+    train: int = 10,
+    test: int = 6,
+    batch: int = 4,
+    epochs: int = 2,
+    seed: int = 0,
+    slice: int = 4,
+) -> Plan:
+    return Plan(
+        num_train_samples=train,
+        num_test_samples=test,
+        batch_size=batch,
+        epochs=epochs,
+        seed=seed,
+        slice_size=slice,
+    )
+
+
+def result_of(order: Train | Evaluate) -> Result:
+    if isinstance(order, Train):
+        return Trained(order.epoch, order.batch, len(order.indices), 0.0, 0)
+    return Evaluated(order.epoch, order.slice, order.stop - order.start, 0.0, 0)
+
+
+@dataclass(kw_only=True)
+class Crew:
+    """Trainers 1..N: how long an order takes each, and after how many orders it leaves."""
+
+    speeds: list[float]
+    leaves_after: dict[int, int] = field(default_factory=dict)
+    """A trainer that is in here leaves while it holds its next order."""
+
+
+@dataclass
+class Log:
+    """What a simulated job did, in the order in which it happened."""
+
+    taken: list[Train | Evaluate] = field(default_factory=list)
+    finished: list[Train | Evaluate] = field(default_factory=list)
+    out_when_opened: list[int] = field(default_factory=list)
+    """How many batches were out when the evaluation of epoch 0, 1, ... was opened."""
+    todo_when_taken: list[int] = field(default_factory=list)
+    """For each batch taken, how many batches of earlier epochs were not finished."""
+
+    def batches(self) -> list[Train]:
+        return [order for order in self.finished if isinstance(order, Train)]
+
+    def slices(self) -> list[Evaluate]:
+        return [order for order in self.finished if isinstance(order, Evaluate)]
+
+
+class Job:
+    """Runs a crew on the orders of a plan, event by event, without threads or clocks."""
+
+    def __init__(self, plan: Plan, crew: Crew) -> None:
+        self.plan = plan
+        self.crew = crew
+        self.orders = Orders(plan)
+        self.log = Log()
+        self.idle = list(range(1, len(crew.speeds) + 1))
+        self.busy: list[tuple[float, int]] = []
+        self.done: Counter[int] = Counter()
+
+    def run(self) -> Log:
+        now = 0.0
+        while not self.orders.finished:
+            self._hand_out(now)
+            assert self.busy, "nobody works and the job is not finished"
+            now, trainer = heapq.heappop(self.busy)
+            if self.crew.leaves_after.get(trainer) == self.done[trainer]:
+                self.orders.leave(trainer)
+            else:
+                self._finish(trainer)
+                self.idle.append(trainer)
+        assert not self.busy, "finished although an order is out"
+        return self.log
+
+    def _hand_out(self, now: float) -> None:
+        for trainer in list(self.idle):
+            order = self.orders.take(trainer)
+            if order is None:
+                continue
+            assert self.orders.held_by(trainer) == order
+            self.idle.remove(trainer)
+            heapq.heappush(self.busy, (now + self.crew.speeds[trainer - 1], trainer))
+            self.log.taken.append(order)
+            if isinstance(order, Train):
+                before = sum(done.epoch < order.epoch for done in self.log.batches())
+                todo = order.epoch * self.plan.updates_per_epoch - before
+                self.log.todo_when_taken.append(todo)
+
+    def _finish(self, trainer: int) -> None:
+        order = self.orders.held_by(trainer)
+        assert order is not None
+        evaluating = self.orders.evaluating
+        self.orders.finish(trainer, result_of(order))
+        self.done[trainer] += 1
+        self.log.finished.append(order)
+        if self.orders.evaluating != evaluating:
+            held = [self.orders.held_by(t) for _, t in self.busy]
+            self.log.out_when_opened.append(sum(isinstance(o, Train) for o in held))
+
+
+plans = st.builds(
+    plan_of,
+    train=st.integers(1, 40),
+    test=st.integers(1, 12),
+    batch=st.integers(1, 12),
+    epochs=st.integers(1, 3),
+    seed=st.integers(0, 2**63 - 1),
+    slice=st.integers(1, 6),
+)
+
+
+@st.composite
+def crews(draw: st.DrawFn) -> Crew:
+    """1, 2, 3 or 5 trainers, up to 50 times as fast as each other; not all of them leave."""
+    num = draw(st.sampled_from([1, 2, 3, 5]))
+    speeds = draw(st.lists(st.floats(0.1, 5.0), min_size=num, max_size=num))
+    stays = draw(st.integers(1, num))
+    others = [trainer for trainer in range(1, num + 1) if trainer != stays]
+    leaving = draw(st.lists(st.sampled_from(others), unique=True)) if others else []
+    return Crew(speeds=speeds, leaves_after={t: draw(st.integers(0, 6)) for t in leaving})
+
+
+@settings(deadline=None, max_examples=100)
+@given(plan=plans, crew=crews())
+def test_every_sample_is_trained_on_exactly_once_per_epoch(plan: Plan, crew: Crew) -> None:
+    log = Job(plan, crew).run()
+    for epoch in range(plan.epochs):
+        trained = [i for order in log.batches() if order.epoch == epoch for i in order.indices]
+        assert sorted(trained) == list(range(plan.num_train_samples))
+    assert len(log.batches()) == plan.total_updates
+
+
+@settings(deadline=None, max_examples=100)
+@given(plan=plans, crew=crews())
+def test_every_test_sample_is_evaluated_exactly_once_per_epoch(plan: Plan, crew: Crew) -> None:
+    log = Job(plan, crew).run()
+    for epoch in range(plan.epochs):
+        slices = [order for order in log.slices() if order.epoch == epoch]
+        evaluated = [i for order in slices for i in range(order.start, order.stop)]
+        assert sorted(evaluated) == list(range(plan.num_test_samples))
+        assert sorted(order.slice for order in slices) == list(range(plan.slices))
+
+
+@settings(deadline=None, max_examples=60)
+@given(plan=plans, crew=crews())
+def test_a_batch_holds_the_same_samples_whoever_trains(plan: Plan, crew: Crew) -> None:
+    alone = Job(plan, Crew(speeds=[1.0])).run()
+    wanted = {(order.epoch, order.batch): order.indices for order in alone.batches()}
+    for order in Job(plan, crew).run().taken:
+        if isinstance(order, Train):
+            assert order.indices == wanted[order.epoch, order.batch]
+
+
+@settings(deadline=None, max_examples=100)
+@given(plan=plans, crew=crews())
+def test_no_batch_is_handed_out_before_all_of_the_epoch_before_are_done(
+    plan: Plan, crew: Crew
+) -> None:
+    todo = Job(plan, crew).run().todo_when_taken
+    assert len(todo) >= plan.total_updates
+    assert set(todo) == {0}
+
+
+@settings(deadline=None, max_examples=100)
+@given(plan=plans, crew=crews())
+def test_the_evaluation_of_every_epoch_opens_when_no_batch_is_out(plan: Plan, crew: Crew) -> None:
+    assert Job(plan, crew).run().out_when_opened == [0] * plan.epochs
+
+
+@settings(deadline=None, max_examples=100)
+@given(plan=plans, crew=crews())
+def test_an_evaluation_opens_only_after_the_one_before_is_done(plan: Plan, crew: Crew) -> None:
+    epochs = [order.epoch for order in Job(plan, crew).run().slices()]
+    assert epochs == sorted(epochs)
+
+
+@settings(deadline=None, max_examples=100)
+@given(plan=plans, crew=crews())
+def test_an_order_is_handed_out_again_only_when_its_trainer_left(plan: Plan, crew: Crew) -> None:
+    log = Job(plan, crew).run()
+    again = len(log.taken) - len(set(log.taken))
+    assert again == len(log.taken) - len(log.finished)
+    assert again <= len(crew.leaves_after)
+
+
+def test_one_trainer_gets_the_batches_of_an_epoch_in_order_and_then_the_slices() -> None:
+    log = Job(plan_of(), Crew(speeds=[1.0])).run()
+    names = [
+        ("batch", o.epoch, o.batch) if isinstance(o, Train) else ("slice", o.epoch, o.slice)
+        for o in log.taken
+    ]
+    assert names == [
+        ("batch", 0, 0),
+        ("batch", 0, 1),
+        ("batch", 0, 2),
+        ("slice", 0, 0),
+        ("slice", 0, 1),
+        ("batch", 1, 0),
+        ("batch", 1, 1),
+        ("batch", 1, 2),
+        ("slice", 1, 0),
+        ("slice", 1, 1),
+    ]
+
+
+def test_the_last_batch_and_the_last_slice_hold_what_is_left() -> None:
+    log = Job(plan_of(train=10, batch=4, test=6, slice=4, epochs=1), Crew(speeds=[1.0])).run()
+    assert [len(order.indices) for order in log.batches()] == [4, 4, 2]
+    assert [(order.start, order.stop) for order in log.slices()] == [(0, 4), (4, 6)]
+
+
+def test_a_batch_is_its_stretch_of_the_permutation() -> None:
+    plan = plan_of(train=10, batch=4, epochs=2, seed=7)
+    for order in Job(plan, Crew(speeds=[1.0])).run().batches():
+        wanted = permutation(7, order.epoch, 10)[4 * order.batch : 4 * order.batch + 4]
+        assert order.indices == tuple(wanted)
+
+
+def test_there_is_nothing_to_take_while_the_last_batch_of_an_epoch_is_out() -> None:
+    orders = Orders(plan_of(train=4, batch=2, epochs=2))
+    first, second = orders.take(1), orders.take(2)
+    assert isinstance(first, Train)
+    assert isinstance(second, Train)
+    assert orders.take(3) is None
+    orders.finish(1, result_of(first))
+    assert (orders.take(1), orders.evaluating, orders.epoch) == (None, None, 0)
+    orders.finish(2, result_of(second))
+    assert (orders.evaluating, orders.epoch) == (0, 1)
+    assert orders.take(1) == Evaluate(epoch=0, slice=0, start=0, stop=4)
+
+
+def test_the_next_epoch_starts_while_slices_of_the_last_are_still_out() -> None:
+    orders = Orders(plan_of(train=2, batch=2, test=2, slice=2, epochs=2))
+    batch = orders.take(1)
+    assert isinstance(batch, Train)
+    orders.finish(1, result_of(batch))
+    assert orders.take(1) == Evaluate(epoch=0, slice=0, start=0, stop=2)
+    following = orders.take(2)
+    assert isinstance(following, Train)
+    assert (following.epoch, following.batch) == (1, 0)
+    orders.finish(2, result_of(following))
+    assert (orders.evaluating, orders.take(2)) == (0, None)
+
+
+def test_it_is_finished_when_the_last_slice_is() -> None:
+    orders = Orders(plan_of(train=2, batch=2, test=2, slice=2, epochs=1))
+    for _ in range(2):
+        assert orders.finished is False
+        order = orders.take(1)
+        assert order is not None
+        orders.finish(1, result_of(order))
+    assert orders.finished is True
+    assert orders.take(1) is None
+
+
+def test_what_a_trainer_held_when_it_left_is_handed_out_next() -> None:
+    orders = Orders(plan_of(train=10, batch=2))
+    held = orders.take(1)
+    assert orders.take(2) != held
+    orders.leave(1)
+    assert orders.held_by(1) is None
+    assert orders.take(3) == held
+
+
+def test_a_slice_of_a_trainer_that_left_is_handed_out_before_the_next_epoch() -> None:
+    orders = Orders(plan_of(train=2, batch=2, test=2, slice=2, epochs=2))
+    batch = orders.take(1)
+    assert batch is not None
+    orders.finish(1, result_of(batch))
+    held = orders.take(1)
+    assert held == Evaluate(epoch=0, slice=0, start=0, stop=2)
+    orders.leave(1)
+    assert orders.take(2) == held
+
+
+def test_leaving_without_an_order_changes_nothing() -> None:
+    orders = Orders(plan_of(train=4, batch=2))
+    orders.leave(9)
+    first = orders.take(1)
+    assert isinstance(first, Train)
+    assert (first.epoch, first.batch) == (0, 0)
+
+
+def test_taking_while_holding_is_a_broken_promise() -> None:
+    orders = Orders(plan_of())
+    held = orders.take(1)
+    with pytest.raises(AssertionError, match=r"^trainer 1 already holds an order$"):
+        orders.take(1)
+    assert orders.held_by(1) == held
+
+
+@pytest.mark.parametrize(
+    ("result", "named"),
+    [
+        (Trained(0, 1, 4, 0.0, 0), r"\('batch', 0, 1\)"),
+        (Trained(1, 0, 4, 0.0, 0), r"\('batch', 1, 0\)"),
+        (Evaluated(0, 0, 4, 0.0, 0), r"\('slice', 0, 0\)"),
+    ],
+)
+def test_finishing_another_order_than_the_one_held_is_a_broken_promise(
+    result: Result, named: str
+) -> None:
+    orders = Orders(plan_of())
+    held = orders.take(1)
+    with pytest.raises(AssertionError, match=rf"^trainer 1 holds \('batch', 0, 0\), not {named}$"):
+        orders.finish(1, result)
+    assert orders.held_by(1) == held
+
+
+def test_finishing_without_holding_is_a_broken_promise() -> None:
+    orders = Orders(plan_of())
+    with pytest.raises(AssertionError, match=r"^trainer 2 holds None, not \('batch', 0, 0\)$"):
+        orders.finish(2, Trained(0, 0, 4, 0.0, 0))
+
+
+def test_finishing_the_same_order_twice_is_a_broken_promise() -> None:
+    orders = Orders(plan_of())
+    order = orders.take(1)
+    assert order is not None
+    orders.finish(1, result_of(order))
+    with pytest.raises(AssertionError, match=r"^trainer 1 holds None, not \('batch', 0, 0\)$"):
+        orders.finish(1, result_of(order))
+
+
+@pytest.mark.parametrize(
+    ("train", "batch", "updates"),
+    [(1, 32, 1), (32, 32, 1), (33, 32, 2), (60000, 32, 1875), (60000, 64, 938), (5, 1, 5)],
+)
+def test_the_updates_of_an_epoch_are_the_batches_rounded_up(
+    train: int, batch: int, updates: int
+) -> None:
+    plan = plan_of(train=train, batch=batch, epochs=3)
+    assert (plan.updates_per_epoch, plan.total_updates) == (updates, 3 * updates)
+
+
+@pytest.mark.parametrize(("test", "slices"), [(1, 1), (500, 1), (501, 2), (10000, 20)])
+def test_the_slices_are_of_500_samples_rounded_up(test: int, slices: int) -> None:
+    plan = Plan(num_train_samples=1, num_test_samples=test, batch_size=1, epochs=1, seed=0)
+    assert plan.slices == slices == math.ceil(test / 500)
+
+
+@given(seed=st.integers(0, 2**63 - 1), epoch=st.integers(0, 1000), length=st.integers(0, 300))
+def test_the_order_of_samples_is_a_permutation(seed: int, epoch: int, length: int) -> None:
+    assert sorted(permutation(seed, epoch, length)) == list(range(length))
+
+
+def test_the_order_of_samples_differs_by_epoch_and_by_seed() -> None:
+    orders = {
+        tuple(permutation(seed, epoch, 100)) for seed in (0, 1, 11) for epoch in (0, 1, 10, 11)
+    }
+    assert len(orders) == 12
+    assert permutation(3, 4, 100) == permutation(3, 4, 100)
+
+
+def test_the_order_of_samples_stays_what_it_was_in_earlier_releases() -> None:
+    assert list(permutation(0, 0, 10)) == [5, 4, 2, 0, 8, 3, 1, 9, 6, 7]
+    assert list(permutation(0, 1, 10)) == [9, 0, 2, 8, 5, 3, 7, 1, 4, 6]

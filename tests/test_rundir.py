@@ -1,0 +1,249 @@
+"""The run directory: made for this run alone, taken back, published, and its report."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ps.errors import ConfigError
+from ps.log import log
+from ps.rundir import RunDirectory
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    log.addHandler(caplog.handler)
+    with caplog.at_level(logging.WARNING, logger="ps"):
+        yield caplog
+    log.removeHandler(caplog.handler)
+
+
+def names_in(folder: Path | str) -> list[str]:
+    return sorted(entry.name for entry in Path(folder).iterdir())
+
+
+def refused(path: Path, error_file: str | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        RunDirectory.create(path, error_file)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def test_a_new_one_is_made_with_its_parents_private_and_empty() -> None:
+    run_dir = RunDirectory.create(Path("a/b/run"), None)
+    assert run_dir.path == Path("a/b/run")
+    assert stat.S_IMODE(os.stat("a/b/run").st_mode) == 0o700
+    assert names_in("a/b/run") == []
+
+
+def test_without_a_path_it_lies_in_runs_under_time_and_id() -> None:
+    first, second = RunDirectory.create(None, None), RunDirectory.create(None, None)
+    for run_dir in (first, second):
+        assert re.fullmatch(r"runs/\d{8}-\d{6}-[0-9a-f]{6}", str(run_dir.path))
+        assert stat.S_IMODE(run_dir.path.stat().st_mode) == 0o700
+    assert first.path != second.path
+
+
+def test_an_existing_empty_folder_is_used_as_it_is() -> None:
+    Path("run").mkdir(mode=0o750)
+    assert RunDirectory.create(Path("run"), None).path == Path("run")
+    assert stat.S_IMODE(os.stat("run").st_mode) == 0o750
+    assert names_in("run") == []
+
+
+def test_a_folder_that_is_not_empty_is_refused_with_an_entry_by_name() -> None:
+    Path("run").mkdir()
+    Path("run/report.json").write_text("of another run")
+    Path("run/zebra").touch()
+    assert refused(Path("run")) == (
+        "--run-dir run is not empty (it holds report.json); give a new one, or leave --run-dir away"
+    )
+    assert names_in("run") == ["report.json", "zebra"]
+    assert Path("run/report.json").read_text() == "of another run"
+
+
+def test_no_file_of_somebody_else_is_touched() -> None:
+    Path("run").mkdir()
+    Path("run/.probe").write_text("mine")
+    assert "(it holds .probe)" in refused(Path("run"))
+    assert names_in("run") == [".probe"]
+    assert Path("run/.probe").read_text() == "mine"
+
+
+def test_a_file_in_the_way_is_refused_and_stays() -> None:
+    Path("run").write_text("mine")
+    assert refused(Path("run")) == (
+        "--run-dir run cannot be used: File exists; give one that can be written"
+    )
+    assert Path("run").read_text() == "mine"
+
+
+def test_a_link_to_nowhere_is_refused_and_stays() -> None:
+    Path("run").symlink_to("nowhere")
+    assert refused(Path("run")) == (
+        "--run-dir run cannot be used: File exists; give one that can be written"
+    )
+    assert names_in(".") == ["run"]
+
+
+def test_a_parent_that_is_a_file_is_refused() -> None:
+    Path("file").write_text("mine")
+    assert refused(Path("file/run")) == (
+        "--run-dir file/run cannot be used: Not a directory; give one that can be written"
+    )
+    assert names_in(".") == ["file"]
+
+
+def test_a_place_where_nothing_can_be_made_is_refused() -> None:
+    if not Path("/proc/self").exists():
+        pytest.skip("no /proc here")
+    message = refused(Path("/proc/x"))
+    assert message.startswith("--run-dir /proc/x cannot be used: ")
+    assert message.endswith("; give one that can be written")
+
+
+def test_a_name_too_long_is_refused_and_its_parents_are_not_made() -> None:
+    path = Path("new") / ("x" * 300)
+    assert refused(path) == (
+        f"--run-dir {path} cannot be used: File name too long; give one that can be written"
+    )
+    assert names_in(".") == []
+
+
+def test_a_folder_that_cannot_be_written_is_refused_and_what_was_made_is_taken_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def touch(self: Path) -> None:
+        raise OSError(30, "Read-only file system", str(self))
+
+    monkeypatch.setattr(Path, "touch", touch)
+    assert refused(Path("a/run")) == (
+        "--run-dir a/run cannot be used: Read-only file system; give one that can be written"
+    )
+    assert names_in(".") == []
+
+
+def test_torchruns_own_log_of_this_run_may_lie_in_it() -> None:
+    error_file = Path("run/torchrun/none_ab12/attempt_0/0/error.json")
+    error_file.parent.mkdir(parents=True)
+    run_dir = RunDirectory.create(Path("run"), str(error_file.absolute()))
+    assert run_dir.path == Path("run")
+    assert names_in("run") == ["torchrun"]
+
+
+def test_torchruns_log_is_known_through_a_link_too(in_an_empty_folder: Path) -> None:
+    error_file = Path("run/torchrun/none_ab12/attempt_0/0/error.json")
+    error_file.parent.mkdir(parents=True)
+    Path("linked").symlink_to(in_an_empty_folder)
+    run_dir = RunDirectory.create(Path("linked/run"), str(error_file.absolute()))
+    assert run_dir.path == Path("linked/run")
+
+
+def test_what_lies_beside_torchruns_log_is_refused() -> None:
+    error_file = Path("run/torchrun/none_ab12/attempt_0/0/error.json")
+    error_file.parent.mkdir(parents=True)
+    Path("run/torchrun2").mkdir()
+    assert "(it holds torchrun2)" in refused(Path("run"), str(error_file.absolute()))
+
+
+def test_torchruns_log_of_another_run_is_refused() -> None:
+    Path("run/torchrun").mkdir(parents=True)
+    error_file = Path("elsewhere/torchrun/none_ab12/attempt_0/0/error.json")
+    assert "(it holds torchrun)" in refused(Path("run"), str(error_file.absolute()))
+
+
+def test_discarding_removes_exactly_what_was_made() -> None:
+    Path("there").mkdir()
+    RunDirectory.create(Path("there/a/run"), None).discard()
+    assert names_in(".") == ["there"]
+    assert names_in("there") == []
+
+
+def test_discarding_keeps_a_folder_that_was_there() -> None:
+    Path("run").mkdir()
+    RunDirectory.create(Path("run"), None).discard()
+    assert names_in(".") == ["run"]
+
+
+def test_discarding_the_first_run_takes_back_runs_too() -> None:
+    RunDirectory.create(None, None).discard()
+    assert names_in(".") == []
+
+
+def test_discarding_keeps_what_has_been_written() -> None:
+    run_dir = RunDirectory.create(Path("a/run"), None)
+    run_dir.write_report({"status": "done"})
+    run_dir.discard()
+    assert names_in("a/run") == ["report.json"]
+
+
+def test_publishing_points_latest_to_the_newest_of_runs() -> None:
+    for _ in range(2):
+        run_dir = RunDirectory.create(None, None)
+        run_dir.publish()
+        assert os.readlink("runs/latest") == run_dir.path.name
+    assert len(names_in("runs")) == 3
+
+
+def test_publishing_a_named_one_of_runs_counts(in_an_empty_folder: Path) -> None:
+    RunDirectory.create(in_an_empty_folder / "runs" / "mine", None).publish()
+    assert os.readlink("runs/latest") == "mine"
+
+
+@pytest.mark.parametrize("path", ["run", "elsewhere/run", "runs/deeper/run"])
+def test_publishing_one_that_lies_elsewhere_makes_no_link(path: str) -> None:
+    run_dir = RunDirectory.create(Path(path), None)
+    run_dir.publish()
+    assert names_in(Path(path).parent) == ["run"]
+    assert not Path("runs/latest").is_symlink()
+
+
+def test_a_latest_that_is_no_link_stays_and_is_said(warnings: pytest.LogCaptureFixture) -> None:
+    Path("runs/latest").mkdir(parents=True)
+    run_dir = RunDirectory.create(Path("runs/mine"), None)
+    run_dir.publish()
+    assert names_in("runs") == ["latest", "mine"]
+    assert not Path("runs/latest").is_symlink()
+    assert warnings.messages == ["runs/latest does not point to this run: Is a directory"]
+
+
+def test_the_report_is_json_in_the_run_directory() -> None:
+    run_dir = RunDirectory.create(Path("run"), None)
+    report = {"status": "done", "cause": None, "test_accuracy": 0.75, "history": [{"epoch": 1}]}
+    path = run_dir.write_report(report)
+    assert path == Path("run/report.json")
+    assert json.loads(path.read_text()) == report
+    assert path.read_text().endswith("}\n")
+    assert names_in("run") == ["report.json"]
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+def test_a_report_that_would_be_no_json_leaves_the_old_one(number: float) -> None:
+    run_dir = RunDirectory.create(Path("run"), None)
+    path = run_dir.write_report({"status": "done"})
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        run_dir.write_report({"status": "failed", "history": [{"test_loss": number}]})
+    assert json.loads(path.read_text()) == {"status": "done"}
+    assert names_in("run") == ["report.json"]
+
+
+def test_a_second_report_takes_the_place_of_the_first() -> None:
+    run_dir = RunDirectory.create(Path("run"), None)
+    run_dir.write_report({"status": "failed"})
+    path = run_dir.write_report({"status": "done"})
+    assert json.loads(path.read_text()) == {"status": "done"}
