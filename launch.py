@@ -8,7 +8,6 @@ Rank 0 holds the weights, every other rank trains. `python launch.py --help` lis
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from collections.abc import Sequence
 from ps import log
 from ps.config import parse_args
 from ps.errors import ConfigError, PeerLost, PsError
+from ps.interruption import end_at_once, interruptible
 from ps.preparation import prepare
 from ps.topology import Topology
 
@@ -24,15 +24,15 @@ HOLD_S = 10.0
 
 def main(argv: Sequence[str]) -> int:
     """Parse, place, run; returns the exit code of this process."""
-    # Until a role says otherwise Ctrl-C ends this process at once, without a traceback.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    end_at_once()  # until a role has something to put in order
     try:
         config = parse_args(argv)
         topology = Topology.from_environ(os.environ, argv)
         log.configure(topology.role, topology.rank, config.log_level)
 
         if topology.is_server:
-            prepared = prepare(topology, config)
+            with interruptible():
+                prepared = prepare(topology, config)
             from ps.run import run_server  # late on purpose: this is what loads torch
 
             return run_server(topology, config, prepared)

@@ -10,20 +10,18 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.jobs import run_job
 from benchmarks.loops import rate_of_loops
 
-ROOT = Path(__file__).resolve().parents[1]
 UPDATES = 400  # one epoch of the digits
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--world-size", type=int, default=3)
     parser.add_argument("--loops", type=int, default=2)
@@ -45,16 +43,9 @@ def main() -> None:
 
 def _rate_of_job(world_size: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
-        run_dir = Path(folder) / "run"
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--local-addr=127.0.0.1", f"--nproc_per_node={world_size}"),
-            *(f"--log-dir={folder}/log", "launch.py"),
-            *("--workload", "digits", "--run-dir", str(run_dir)),
-        ]
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-        report = json.loads((run_dir / "report.json").read_text())
-    return float(report["samples_per_s"])
+        done = run_job(Path(folder), "--workload", "digits", world_size=world_size)
+        assert done.exit_code == 0, done.text
+        return float(done.report["samples_per_s"])
 
 
 def _report(rates: dict[str, list[float]], args: argparse.Namespace) -> None:

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from ps.errors import ConfigError
 from ps.schedule import FORMS, schedule_factor
 
+WEEK_S = 7 * 24 * 3600
 USAGE = "torchrun --standalone --nproc_per_node=WORLD_SIZE launch.py [options]"
 EPILOG = """\
 Rank 0 is the parameter server, every other rank a trainer; with one process it is both.
@@ -116,15 +117,15 @@ class Config:
     )
     run_dir: Path | None = option(
         None,
-        "folder for what this run leaves; new or empty (default: runs/<time>-<id>)",
+        "folder for what this run leaves, new or empty; runs/<time>-<id> without it",
         group="run",
         metavar="DIR",
     )
     start_timeout: float = option(
-        120.0, "seconds to wait for all ranks to arrive", group="run", least=1
+        120.0, "seconds to wait for all ranks to arrive", group="run", least=1, most=WEEK_S
     )
     rpc_timeout: float = option(
-        60.0, "seconds one call to the server may take", group="run", least=1
+        60.0, "seconds one call to the server may take", group="run", least=1, most=WEEK_S
     )
     log_level: str = option(
         "info", "least severe line to print", group="run", choices=("debug", "info", "warning")
@@ -134,6 +135,10 @@ class Config:
         for spec in fields(self):
             _check(spec.name, getattr(self, spec.name), spec.metadata)
         schedule_factor(self.lr_schedule)
+        if not self.data_mirror.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"--data-mirror must start with http:// or https://, got {self.data_mirror!r}"
+            )
         if self.workload not in ("auto", "mnist", "digits") and not _is_plug_in(self.workload):
             raise ConfigError(
                 f"--workload must be auto, mnist, digits or module:function, got {self.workload!r}"
@@ -194,8 +199,13 @@ def parse_args(argv: Sequence[str]) -> Config:
 def _argument(default: Any, metadata: Any) -> dict[str, Any]:
     kind = Path if default is None else type(default)
     text = metadata["help"].replace("%", "%%")
-    if default not in (None, ""):
-        text += f" (default: {default})"
+    limits = [
+        f"{word} {metadata[key]}"
+        for key, word in (("least", "at least"), ("above", "above"), ("most", "at most"))
+        if metadata[key] is not None
+    ]
+    notes = [*([f"default: {default}"] if default is not None else []), *limits]
+    text += f" ({'; '.join(notes)})" if notes else ""
     choices = metadata["choices"]
     metavar = metadata["metavar"] or ("|".join(choices) if choices else _metavar(kind))
     return {"type": _named(kind), "default": default, "help": text, "metavar": metavar}
@@ -207,9 +217,11 @@ def _metavar(kind: type) -> str:
 
 def _named(kind: type) -> Any:
     """The converter, under the name that argparse shows when a value does not fit."""
-    words = {int: "whole number", float: "number"}
+    words = {int: "whole number", float: "number", Path: "folder"}
 
     def convert(text: str) -> Any:
+        if not text:
+            raise ValueError("empty")
         return kind(text)
 
     convert.__name__ = words.get(kind, kind.__name__)

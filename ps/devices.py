@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -30,14 +31,15 @@ def split_point(sizes: Sequence[int]) -> int:
     """The number of layers that go to the first of two devices, so that both hold about as much.
 
     sizes are the parameter counts of the layers in order. Each side gets at least one layer
-    that has parameters, if there are two such.
+    that has parameters, if there are two such; among equals the second device gets the fewest,
+    as what crosses tends to be smallest there.
     """
     total = sum(sizes)
     with_parameters = [index for index, size in enumerate(sizes) if size]
     if len(with_parameters) < 2:
         return len(sizes)
     choices = range(with_parameters[0] + 1, with_parameters[-1] + 1)
-    return min(choices, key=lambda count: abs(2 * sum(sizes[:count]) - total))
+    return min(choices, key=lambda count: (abs(2 * sum(sizes[:count]) - total), -count))
 
 
 def place(model: nn.Module, devices: Sequence[str]) -> torch.device:
@@ -61,10 +63,21 @@ def place(model: nn.Module, devices: Sequence[str]) -> torch.device:
     count = split_point([sum(p.numel() for p in layer.parameters()) for layer in layers])
     if count == len(layers):
         raise ConfigError("--num-gpus 2 needs two layers with parameters; type --num-gpus 1")
-    for index, layer in enumerate(layers):
-        layer.to(devices[0] if index < count else devices[1])
-    layers[count].register_forward_pre_hook(_Mover(devices[1]))
+    for index in range(count, len(layers)):
+        if layers[index] in layers[:count]:
+            model[index] = _second_copy(layers[index])
+    model[:count].to(devices[0])
+    model[count:].to(devices[1])
+    model[count].register_forward_pre_hook(_Mover(devices[1]))
     return torch.device(devices[0])
+
+
+def _second_copy(layer: nn.Module) -> nn.Module:
+    if any(True for _ in layer.parameters()):
+        raise ConfigError(
+            "--num-gpus 2 would tear a layer that the model uses twice; type --num-gpus 1"
+        )
+    return copy.deepcopy(layer)
 
 
 class _Mover:

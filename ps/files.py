@@ -9,9 +9,17 @@ from pathlib import Path
 
 
 def make_directories(path: Path, mode: int = 0o777) -> list[Path]:
-    """Make a folder and its parents; returns those that were not there, innermost first."""
+    """Make a folder and its parents; returns those that were not there, innermost first.
+
+    Raises:
+        OSError: it cannot be made; none of its parents is left either.
+    """
     created = [p for p in (path, *path.parents) if not p.exists()]
-    path.mkdir(mode=mode, parents=True, exist_ok=True)
+    try:
+        path.mkdir(mode=mode, parents=True, exist_ok=True)
+    except OSError:
+        remove_empty(created)
+        raise
     return created
 
 

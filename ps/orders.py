@@ -91,11 +91,15 @@ class Orders:
         self._handed_out[trainer] = order
         return order
 
-    def finish(self, trainer: int, result: Result) -> None:
-        """Tick off the order that the trainer holds. The result must name that very order."""
+    def check(self, trainer: int, result: Result) -> None:
+        """Assert that the result names the order that the trainer holds: none counts twice."""
         order = self._handed_out.get(trainer)
         held = order and _name(order)
         assert held == _name(result), f"trainer {trainer} holds {held}, not {_name(result)}"
+
+    def finish(self, trainer: int, result: Result) -> None:
+        """Tick off the order that the trainer holds, which the result must name."""
+        self.check(trainer, result)
         del self._handed_out[trainer]
         self._open_next()
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 import platform
-import signal
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from types import FrameType
+from typing import Any
 
 import torch
 
@@ -19,6 +17,7 @@ from ps.config import Config
 from ps.devices import choose_devices, place
 from ps.errors import Interrupted, PeerLost, PsError
 from ps.files import replacing
+from ps.interruption import interruptible
 from ps.log import log
 from ps.metrics import Metrics
 from ps.orders import Orders, Plan
@@ -46,7 +45,7 @@ def run_server(topology: Topology, config: Config, prepared: Prepared) -> int:
     machine.keep_freed_memory()
     started_at = time.monotonic()
     try:
-        with _interruptible():
+        with interruptible():
             rendezvous = None if topology.is_alone else _meet(topology, config)
             job = _build(topology, config, prepared.workload)
     except BaseException:
@@ -55,7 +54,7 @@ def run_server(topology: Topology, config: Config, prepared: Prepared) -> int:
     prepared.run_dir.publish()
     _announce_plan(job, topology, config)
     try:
-        with _interruptible():
+        with interruptible():
             outcome = _serve_all(job, topology, config, rendezvous)
     except Interrupted as error:
         outcome = Outcome("interrupted", error.exit_code, str(error))
@@ -186,8 +185,9 @@ def _serve_all(
 def _wait_until_ended(server: ParameterServer, rpc_timeout_s: float) -> None:
     """After a failure the others get GOODBYE_BOUND_S to leave."""
     goodbye_since: float | None = None
-    while not server.ended.wait(TICK_S):
-        server.tick(max_wait_s=rpc_timeout_s / 3)
+    tick_s = min(TICK_S, rpc_timeout_s / 4)
+    while not server.ended.wait(tick_s):
+        server.tick(max_wait_s=rpc_timeout_s / 2)
         if server.outcome is None:
             continue
         goodbye_since = goodbye_since or time.monotonic()
@@ -249,7 +249,7 @@ def _finish(
     if outcome.status == "done":
         with replacing(run_dir.path / "model.pt") as partial:
             torch.save(job.store.state_dict(), partial)
-    path = run_dir.write_report({key: _finite(value) for key, value in report.items()})
+    path = run_dir.write_report(_finite(report))
     if outcome.status == "done":
         log.info(
             "done: %d updates, %d samples in %.1f s (%.0f samples/s), test accuracy %.4f; see %s",
@@ -264,8 +264,12 @@ def _finish(
         log.error("%s: %s; see %s", outcome.status, outcome.cause, path)
 
 
-def _finite(value: object) -> object:
-    """JSON has no NaN and no infinity."""
+def _finite(value: Any) -> Any:
+    """The value as JSON can hold it: without NaN and infinity, at any depth."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -273,31 +277,9 @@ def _in_one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """SIGINT and SIGTERM raise Interrupted inside, once; after it they are ignored.
-
-    So a report is written to its end although torchrun is already stopping this process.
-    """
-    armed = True
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal armed
-        if armed:
-            armed = False
-            raise Interrupted(signal.Signals(number).name, number)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, interrupt)
-    try:
-        yield
-    finally:
-        armed = False
-
-
 def _await_stop() -> None:
     """torchrun names the rank that exits first as the root cause: let that be the one."""
-    with suppress(Interrupted), _interruptible():
+    with suppress(Interrupted), interruptible():
         time.sleep(GOODBYE_BOUND_S)
 
 

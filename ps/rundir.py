@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -39,9 +40,8 @@ class RunDirectory:
         try:
             created = make_directories(path, mode=0o700)
             foreign = sorted(e.name for e in path.iterdir() if not _holds(e, error_file))
-            with replacing(path / ".probe") as probe:
-                probe.touch()
-            (path / ".probe").unlink()
+            with tempfile.TemporaryFile(dir=path):
+                pass  # it can be written
         except OSError as error:
             remove_empty(created)
             reason = error.strerror or error

@@ -128,6 +128,7 @@ class ParameterServer:
         self._send(answers, [line])
 
     def _take(self, trainer: int, result: Result, now: float) -> str | None:
+        self._orders.check(trainer, result)
         if isinstance(result, Trained):
             try:
                 self._apply(trainer, result)

@@ -91,10 +91,15 @@ def make_model(workload: Workload, seed: int) -> nn.Module:
     """The untrained model; its weights depend on the seed alone.
 
     Raises:
-        ConfigError: it is no module, or has nothing to train.
+        ConfigError: it cannot be made, is no module, or has nothing to train.
     """
     torch.manual_seed(seed)
-    model = workload.model()
+    try:
+        model = workload.model()
+    except Exception as error:
+        raise ConfigError(
+            f"workload {workload.name}: model() raised {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"workload {workload.name}: model() must return an nn.Module, got {_kind(model)}"
@@ -123,4 +128,4 @@ def _check_samples(samples: Any, source: str) -> None:
 
 
 def _kind(value: object) -> str:
-    return f"{type(value).__name__} {value!r}"[:80]
+    return f"{type(value).__name__} {' '.join(repr(value).split())}"[:80]

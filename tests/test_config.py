@@ -34,6 +34,8 @@ BEYOND_LIMIT = [
     ("--threads", "1025", "must be 1024 or less, got 1025"),
     ("--start-timeout", "0.5", "must be 1 or more, got 0.5"),
     ("--rpc-timeout", "0.5", "must be 1 or more, got 0.5"),
+    ("--start-timeout", "604801", "must be 604800 or less, got 604801.0"),
+    ("--rpc-timeout", "604801", "must be 604800 or less, got 604801.0"),
     ("--log-level", "loud", "must be debug or info or warning, got 'loud'"),
 ]
 AT_LIMIT = [
@@ -141,13 +143,18 @@ def test_help_shows_the_default_of_every_option(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     default = OPTIONS[name].default
-    shown = "runs/<time>-<id>" if default is None else default
+    metadata = OPTIONS[name].metadata
+    words = {"least": "at least", "above": "above", "most": "at most"}
+    limits = [f"{w} {metadata[key]}" for key, w in words.items() if metadata[key] is not None]
+    shown = "; ".join([f"default: {default}", *limits])
     line = re.search(
         rf"^  {flag(name)} \S+(.*(?:\n {{20,}}.*)*)", help_text(monkeypatch, capsys), re.MULTILINE
     )
     assert line is not None, f"{flag(name)} is not in --help"
-    assert line[1].count("(default: ") == 1
-    assert line[1].endswith(f"(default: {shown})")
+    if default is None:
+        assert line[1].endswith("new or empty; runs/<time>-<id> without it")
+    else:
+        assert line[1].endswith(f"({shown})")
 
 
 def test_help_shows_how_to_start_and_the_exit_codes(
@@ -228,7 +235,7 @@ def test_the_tables_above_hold_every_option_with_a_limit_and_every_number() -> N
 
 @pytest.mark.parametrize(
     "text",
-    ["", "Mnist", "cifar", "module", "module:", ":build", "a:b:c", "a/b.py:build", "a b:c", "a.:b"],
+    ["Mnist", "cifar", "module", "module:", ":build", "a:b:c", "a/b.py:build", "a b:c", "a.:b"],
 )
 def test_a_workload_that_is_neither_built_in_nor_a_plug_in_is_refused(text: str) -> None:
     assert refused("--workload", text) == (
@@ -255,3 +262,15 @@ def test_a_config_made_in_code_is_checked_as_one_that_is_typed() -> None:
 
 def test_the_last_of_an_option_typed_twice_wins() -> None:
     assert parse_args(["--epochs", "2", "--epochs", "3"]).epochs == 3
+
+
+@pytest.mark.parametrize("text", ["ftp://here/mnist", "file:///mnist", "here/mnist"])
+def test_a_mirror_that_is_not_on_the_web_is_refused(text: str) -> None:
+    assert refused("--data-mirror", text) == (
+        f"--data-mirror must start with http:// or https://, got {text!r}"
+    )
+
+
+@pytest.mark.parametrize("option", ["--run-dir", "--data-dir"])
+def test_an_empty_folder_name_is_refused(option: str) -> None:
+    assert refused(option, "").startswith(f"argument {option}: invalid folder value: ''")

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.jobs import run_job
 from tests import plugins
-from tests.helpers import run_job, sgd, train_alone
+from tests.helpers import sgd, train_alone
 
 pytestmark = pytest.mark.torchrun
 

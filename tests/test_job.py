@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import signal
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
+from benchmarks.idle import busy_fractions
+from benchmarks.jobs import Job, mnist_folder, run_job
 from ps.workload import fetch
 from ps.workloads import mnist_files
 from tests import plugins
-from tests.helpers import Job, mnist_folder, run_job
 
 pytestmark = pytest.mark.torchrun
 
@@ -112,14 +112,7 @@ def test_ranks_listen_on_loopback_only_and_wait_without_using_a_core(tmp_path: P
         for connection in process.net_connections("inet")
         if connection.status == psutil.CONN_LISTEN
     }
-    before = {rank: sum(process.cpu_times()[:2]) for rank, process in ranks.items()}
-    start = time.monotonic()
-    time.sleep(4)
-    elapsed_s = time.monotonic() - start
-    used = {
-        rank: (sum(process.cpu_times()[:2]) - before[rank]) / elapsed_s
-        for rank, process in ranks.items()
-    }
+    used = busy_fractions(ranks, 4.0)
     done = job.wait()
     assert done.exit_code == 0, done.text
     assert addresses <= {"127.0.0.1", "::ffff:127.0.0.1"} and addresses

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.helpers import ROOT
+from benchmarks.jobs import ROOT
 
 PROGRAM = """
 import runpy, sys

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT
+from benchmarks.jobs import ROOT
 
 # A module may import only from lines above its own.
 LAYERS = [
     ("ps.errors", "ps.files"),
-    ("ps.log", "ps.schedule", "ps.topology", "ps.machine"),
+    ("ps.log", "ps.schedule", "ps.topology", "ps.machine", "ps.interruption"),
     ("ps.config", "ps.protocol"),
     ("ps.orders", "ps.randomness", "ps.devices", "ps.store", "ps.workload", "ps.rundir", "ps.link"),
     ("ps.metrics", "ps.workloads.mnist_files", "ps.workloads.images"),
@@ -27,7 +27,7 @@ DOORS = {
     "torch.optim": {"ps.store"},
     "torchvision": {"ps.workloads.mnist_files"},
     "argparse": {"ps.config"},
-    "signal": {"launch", "ps.run"},
+    "signal": {"ps.interruption"},
     "subprocess": {"ps.workloads.mnist_files"},
     "importlib": {"ps.workload"},
     "ctypes": {"ps.machine"},
@@ -35,7 +35,7 @@ DOORS = {
 }
 NO_TORCH = {
     *("launch", "ps.errors", "ps.files", "ps.log", "ps.schedule", "ps.topology", "ps.machine"),
-    *("ps.config", "ps.rundir", "ps.preparation", "ps.workloads.mnist_files"),
+    *("ps.config", "ps.interruption", "ps.rundir", "ps.preparation", "ps.workloads.mnist_files"),
     "ps.workloads.catalogue",
 }
 PATHS = [ROOT / "launch.py", *sorted((ROOT / "ps").rglob("*.py"))]

@@ -8,6 +8,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -128,10 +129,10 @@ def test_a_name_too_long_is_refused_and_its_parents_are_not_made() -> None:
 def test_a_folder_that_cannot_be_written_is_refused_and_what_was_made_is_taken_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def touch(self: Path) -> None:
-        raise OSError(30, "Read-only file system", str(self))
+    def temporary_file(dir: Path) -> None:
+        raise OSError(30, "Read-only file system", str(dir))
 
-    monkeypatch.setattr(Path, "touch", touch)
+    monkeypatch.setattr(tempfile, "TemporaryFile", temporary_file)
     assert refused(Path("a/run")) == (
         "--run-dir a/run cannot be used: Read-only file system; give one that can be written"
     )

@@ -71,6 +71,18 @@ def test_the_first_failure_stays_the_cause() -> None:
     assert outcome is not None and outcome.cause == "trainer rank 2: first"
 
 
+def test_a_result_that_comes_twice_is_refused_and_not_applied_again() -> None:
+    parts = server_of(perceptron(), trainers=(1, 2))
+    order = parts.server.next_order(1, None).wait()
+    assert isinstance(order, Train)
+    result = done(order, parts, 1)
+    parts.server.next_order(1, result)
+    with pytest.raises(AssertionError, match="trainer 1 holds"):
+        parts.server.next_order(1, result)
+    assert parts.store.version == 1
+    assert parts.metrics.updates == 1
+
+
 def test_evaluation_sees_the_weights_that_the_epoch_ended_with() -> None:
     parts = server_of(perceptron(num_train=8), epochs=2)
     server = parts.server

@@ -111,7 +111,11 @@ def _files(count: int) -> str:
 def _candidates(data_dir: Path, name: str) -> Iterator[Path]:
     for folder in (_raw_dir(data_dir), data_dir):
         for path in (folder / name, folder / f"{name}.gz"):
-            if path.exists():
+            try:
+                found = path.exists()
+            except OSError:
+                found = True  # reading it will tell what is wrong
+            if found:
                 yield path
 
 
@@ -134,17 +138,20 @@ def _reach(mirror: str) -> None:
 
     A name server that does not answer blocks for longer than that, hence the thread.
     """
-    url = urlsplit(mirror)
-    if not url.hostname or getproxies():
+    try:
+        url = urlsplit(mirror)
+        address = (url.hostname or "", url.port or {"http": 80}.get(url.scheme, 443))
+    except ValueError as error:
+        raise _FetchError(f"{mirror} is no URL: {error}") from None
+    if getproxies():
         return
-    address = (url.hostname, url.port or {"http": 80}.get(url.scheme, 443))
-    answer: list[OSError | None] = []
+    answer: list[OSError | UnicodeError | None] = []
 
     def connect() -> None:
         try:
             socket.create_connection(address, timeout=REACH_BOUND_S).close()
             answer.append(None)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             answer.append(error)
 
     thread = threading.Thread(target=connect, name="reach", daemon=True)
@@ -153,7 +160,7 @@ def _reach(mirror: str) -> None:
     if not answer:
         raise _FetchError(f"{url.hostname} does not answer within {REACH_BOUND_S:.0f} s")
     if answer[0] is not None:
-        raise _FetchError(f"{url.hostname}: {answer[0].strerror or answer[0]}")
+        raise _FetchError(f"{url.hostname}: {getattr(answer[0], 'strerror', None) or answer[0]}")
 
 
 def _fetch(names: Sequence[str], raw_dir: Path, mirror: str, bound_s: float) -> None:

@@ -1,0 +1,51 @@
+"""What a server and a trainer cost while there is nothing to do for them.
+
+    python -m benchmarks.idle [--seconds 10]
+
+One of two trainers sleeps in its last batch; the other waits for an order, and the server waits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+
+from benchmarks.jobs import Job
+
+SLEEP_S = 20.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=10.0)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job(Path(folder), "--workload", "benchmarks.plugins:sleeping", "--batch-size", "2000")
+        job.wait_for("updates 1/2")
+        used = busy_fractions(job.ranks(), args.seconds)
+        job.wait()
+    for rank, role in ((0, "server"), (2, "waiting trainer"), (1, "sleeping trainer")):
+        print(f"{role:16} {100 * used[rank]:5.2f} % of a core (at most 2)")
+
+
+def busy_fractions(ranks: Mapping[int, psutil.Process], seconds: float) -> dict[int, float]:
+    """CPU time of each process over the next seconds, as a share of one core. Blocks."""
+
+    def cpu_s(process: psutil.Process) -> float:
+        times = process.cpu_times()
+        return float(times.user + times.system)
+
+    before = {rank: cpu_s(process) for rank, process in ranks.items()}
+    start = time.monotonic()
+    time.sleep(seconds)
+    elapsed_s = time.monotonic() - start
+    return {rank: (cpu_s(process) - before[rank]) / elapsed_s for rank, process in ranks.items()}
+
+
+if __name__ == "__main__":
+    main()
