@@ -197,7 +197,7 @@ def parse_args(argv: Sequence[str]) -> Config:
 
 
 def _argument(default: Any, metadata: Any) -> dict[str, Any]:
-    kind = Path if default is None else type(default)
+    kind = Path if default is None or isinstance(default, Path) else type(default)
     text = metadata["help"].replace("%", "%%")
     limits = [
         f"{word} {metadata[key]}"

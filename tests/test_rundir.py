@@ -7,8 +7,8 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Iterator
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
