@@ -8,16 +8,21 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-# Where a run leaves its files; --run-dir inside ARGS is honoured.
-ARGS_RUN_DIR := $(shell printf '%s\n' '$(subst ','\'',$(ARGS))' | sed -nE 's/.*--run-dir[= ]+([^ ]+).*/\1/p')
 ifeq ($(origin RUN_DIR),undefined)
-RUN_DIR := $(or $(ARGS_RUN_DIR),runs/$(shell date +%Y%m%d-%H%M%S)-$(shell od -An -N3 -tx1 /dev/urandom | tr -d ' '))
+RUN_DIR := runs/$(shell date +%Y%m%d-%H%M%S)-$(shell od -An -N3 -tx1 /dev/urandom | tr -d ' ')
 endif
 
-# OMP_NUM_THREADS only silences torchrun's banner: launch.py divides the cores itself.
+# The shell splits ARGS; a --run-dir among them wins over RUN_DIR.
 # torchrun's own log directory lies in the run directory, so that no temporary one is left.
-LAUNCH = OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --local-addr=127.0.0.1 \
-	--nproc_per_node=$(1) --log-dir='$(RUN_DIR)/torchrun' launch.py --run-dir='$(RUN_DIR)'
+# OMP_NUM_THREADS only silences torchrun's banner: launch.py divides the cores itself.
+LAUNCH = run_dir='$(RUN_DIR)'; before=; \
+	for word in $(ARGS); do \
+		case "$$word" in --run-dir=*) run_dir="$${word\#--run-dir=}";; esac; \
+		case "$$before" in --run-dir) run_dir="$$word";; esac; \
+		before="$$word"; \
+	done; \
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --local-addr=127.0.0.1 \
+	--nproc_per_node=$(1) --log-dir="$$run_dir/torchrun" launch.py --run-dir="$$run_dir"
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train smoke test test-fast fmt lint types check bench clean
@@ -34,8 +39,8 @@ train: $(VENV)/.run ## train: WORLD ranks, DATA_DIR, ARGS="options of launch.py"
 	@$(call LAUNCH,$(WORLD)) --data-dir='$(DATA_DIR)' $(ARGS)
 
 smoke: $(VENV)/.run ## train the generated digits at world size 2; fails below accuracy 0.90
-	@$(call LAUNCH,2) --workload digits $(ARGS)
-	@$(BIN)/python -m benchmarks.require test_accuracy 0.90 '$(RUN_DIR)/report.json'
+	@$(call LAUNCH,2) --workload digits $(ARGS) && \
+	$(BIN)/python -m benchmarks.require test_accuracy 0.90 "$$run_dir/report.json"
 
 test: $(VENV)/.dev ## run all tests
 	@$(BIN)/python -m pytest
@@ -61,8 +66,8 @@ bench: $(VENV)/.run ## measure rate, start and idle cost; takes about 10 minutes
 	@$(BIN)/python -m benchmarks.start
 	@$(BIN)/python -m benchmarks.idle
 
-clean: ## remove .venv, caches and the runs
-	rm -rf $(VENV) runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean: ## remove .venv and caches; data and runs stay
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 $(VENV)/bin/pip:

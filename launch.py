@@ -9,30 +9,33 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Mapping, Sequence
 
-from ps import log
+from ps import interruption, log
 from ps.config import parse_args
-from ps.errors import ConfigError, PeerLost, PsError
-from ps.interruption import end_at_once, interruptible
+from ps.errors import Interrupted, PsError
 from ps.preparation import prepare
 from ps.topology import Topology
 
 HOLD_S = 10.0
+RPC_THREAD = "rpc"
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Parse, place, run; returns the exit code of this process."""
-    end_at_once()  # until a role has something to put in order
+    interruption.end_at_once()
+    rank = environ.get("RANK") or "0"
+    log.configure("server" if rank == "0" else "trainer", rank)
     try:
         config = parse_args(argv)
-        topology = Topology.from_environ(os.environ, argv)
+        topology = Topology.from_environ(environ, argv)
         log.configure(topology.role, topology.rank, config.log_level)
-
         if topology.is_server:
-            with interruptible():
-                prepared = prepare(topology, config)
+            interruption.raise_once()
+            prepared = prepare(topology, config)
             from ps.run import run_server  # late on purpose: this is what loads torch
 
             return run_server(topology, config, prepared)
@@ -40,22 +43,22 @@ def main(argv: Sequence[str]) -> int:
 
         return run_trainer(topology, config)
     except PsError as error:
-        return _end(error, rank=os.environ.get("RANK") or "0")
-
-
-def _end(error: PsError, rank: str) -> int:
-    """Print the one line. The rank that holds the cause exits first: another that sees the same,
-    or only what followed from it, leaves torchrun the time to end it."""
-    if isinstance(error, ConfigError | PeerLost) and rank != "0":
-        time.sleep(HOLD_S)
-    log.configure("server" if rank == "0" else "trainer", rank)
-    log.log.error("%s", error)
-    return error.exit_code
+        if rank != "0" and "TORCHELASTIC_RUN_ID" in environ:
+            # Rank 0 sees the same, or is the cause: torchrun names the rank that exits first.
+            time.sleep(HOLD_S)
+        log.log.error("%s", error)
+        return error.exit_code
+    except Interrupted as error:
+        log.log.error("%s", error)
+        return error.exit_code
+    except Exception:
+        traceback.print_exc()
+        return 1
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
+    code = main(sys.argv[1:], os.environ)
     sys.stdout.flush()
     sys.stderr.flush()
-    if code:
+    if code or any(thread.name == RPC_THREAD for thread in threading.enumerate()):
         os._exit(code)  # a normal exit aborts where RPC threads still wait for a lost peer

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,14 @@ class Job:
             *("--local-addr=127.0.0.1", f"--nproc_per_node={world_size}"),
             *(f"--log-dir={self.run_dir / 'torchrun'}", program, *options, *args),
         ]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | (env or {})
+        environment = (
+            os.environ
+            | {
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": str(ROOT),
+            }
+            | (env or {})
+        )
         self.started_at = time.monotonic()
         self.process = subprocess.Popen(
             command,
@@ -105,8 +113,7 @@ class Job:
                 lambda: any(part in line for _, line in self._output), timeout=bound_s
             )
         if not found:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+            self.kill()
         assert found, f"no line with {part!r}:\n" + "\n".join(line for _, line in self._output)
 
     def send(self, number: signal.Signals) -> None:
@@ -116,11 +123,20 @@ class Job:
         try:
             exit_code = self.process.wait(bound_s)
         finally:
-            if self.process.poll() is None:
-                os.killpg(self.process.pid, signal.SIGKILL)
+            self.kill()
         self._reader.join(5)
         duration_s = time.monotonic() - self.started_at
         return Done(exit_code, self._output, duration_s, self.run_dir)
+
+    def kill(self) -> None:
+        """Kill torchrun, if it still runs, and its ranks, which are in sessions of their own."""
+        if self.process.poll() is not None:
+            return
+        torchrun = psutil.Process(self.process.pid)
+        for process in [*torchrun.children(recursive=True), torchrun]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.process.wait()
 
     def _read(self) -> None:
         assert self.process.stdout is not None

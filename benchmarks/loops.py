@@ -23,6 +23,7 @@ def rate_of_loops(num: int, steps: int, *, tuned: bool, threads: int = 1) -> flo
         loop.start()
     for loop in loops:
         loop.join()
+        assert loop.exitcode == 0, f"a loop ended with {loop.exitcode}"
     return float(sum(rates.get() for _ in loops))
 
 
@@ -40,7 +41,7 @@ def _loop(index: int, steps: int, tuned: bool, threads: int, barrier: Barrier, r
     workload = digits.build(Config())
     model = workload.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.03)
-    barrier.wait()
+    barrier.wait(timeout=60)
     start = time.perf_counter()
     for step in range(steps):
         first = (32 * step) % (len(workload.train) - 32)

@@ -25,8 +25,8 @@ Rank 0 is the parameter server, every other rank a trainer; with one process it 
   torchrun --standalone --nproc_per_node=1 launch.py --num-gpus 1
   make train WORLD=4 ARGS="--optimizer Adam --lr 0.001"
 
-exit codes: 0 done, 2 bad option or plug-in or data, 3 not started as needed,
-4 a peer was lost, 8 training failed, 130 interrupted (128 + signal)
+exit codes: 0 done, 1 an error in the workload, 2 bad option, plug-in or data, 3 not started as
+needed, 4 a peer was lost, 8 training failed, 130 interrupted (128 + signal)
 """
 
 
@@ -78,8 +78,12 @@ class Config:
     batch_size: int = option(32, "samples in one update", group="training", least=1)
     optimizer: str = option("SGD", "any optimizer of torch.optim, by name", group="training")
     lr: float = option(0.03, "learning rate", group="training", above=0)
-    momentum: float = option(0.0, "momentum factor", group="training", least=0, most=1)
-    weight_decay: float = option(0.0, "weight decay factor", group="training", least=0)
+    momentum: float | None = option(
+        None, "momentum factor, the optimizer's own without it", group="training", least=0, most=1
+    )
+    weight_decay: float | None = option(
+        None, "weight decay factor, the optimizer's own without it", group="training", least=0
+    )
     lr_schedule: str = option(
         "constant", f"factor on --lr by updates: {FORMS}", group="training", metavar="SCHEDULE"
     )
@@ -150,6 +154,8 @@ def flag(name: str) -> str:
 
 
 def _check(name: str, got: Any, limits: Any) -> None:
+    if got is None:
+        return
     if isinstance(got, float) and not math.isfinite(got):
         raise ConfigError(f"{flag(name)} must be finite, got {got}")
     if limits["least"] is not None and got < limits["least"]:
@@ -197,7 +203,7 @@ def parse_args(argv: Sequence[str]) -> Config:
 
 
 def _argument(default: Any, metadata: Any) -> dict[str, Any]:
-    kind = Path if default is None or isinstance(default, Path) else type(default)
+    kind = _kind(default, metadata)
     text = metadata["help"].replace("%", "%%")
     limits = [
         f"{word} {metadata[key]}"
@@ -209,6 +215,13 @@ def _argument(default: Any, metadata: Any) -> dict[str, Any]:
     choices = metadata["choices"]
     metavar = metadata["metavar"] or ("|".join(choices) if choices else _metavar(kind))
     return {"type": _named(kind), "default": default, "help": text, "metavar": metavar}
+
+
+def _kind(default: Any, metadata: Any) -> type:
+    """Options without a default are folders, or numbers if they have a limit."""
+    if default is None:
+        return Path if metadata["least"] is None else float
+    return Path if isinstance(default, Path) else type(default)
 
 
 def _metavar(kind: type) -> str:

@@ -33,9 +33,10 @@ class TrainingFailed(PsError):
     exit_code = 8
 
 
-class Interrupted(PsError):
-    """A signal asked this process to end."""
+class Interrupted(BaseException):
+    """A signal asked this process to end. Like KeyboardInterrupt, not for `except Exception`."""
 
     def __init__(self, signal_name: str, signal_number: int) -> None:
-        super().__init__(f"stopped by {signal_name}")
+        hint = ", which torchrun sends when another rank has failed"
+        super().__init__(f"stopped by {signal_name}{hint if signal_name == 'SIGTERM' else ''}")
         self.exit_code = 128 + signal_number

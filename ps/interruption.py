@@ -1,38 +1,36 @@
-"""SIGINT and SIGTERM, as an exception where a process has something to put in order."""
+"""What SIGINT and SIGTERM do to this process, in each part of its life."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from ps.errors import Interrupted
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
 
 def end_at_once() -> None:
-    """Have Ctrl-C end this process without a traceback, as SIGTERM does by default."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    """Nothing needs putting in order: end without a traceback, also inside C++."""
+    _set(signal.SIG_DFL)
 
 
-@contextmanager
-def interruptible() -> Iterator[None]:
-    """SIGINT and SIGTERM raise Interrupted inside, once; after it they are ignored.
+def raise_once() -> None:
+    """The first signal raises Interrupted in the main thread; later ones are ignored."""
+    _set(_interrupt)
 
-    So a report is written to its end although torchrun is already stopping this process.
-    Only for the main thread.
-    """
-    armed = True
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal armed
-        if armed:
-            armed = False
-            raise Interrupted(signal.Signals(number).name, number)
+def ignore() -> None:
+    """What is being written now is written to its end."""
+    _set(signal.SIG_IGN)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, interrupt)
-    try:
-        yield
-    finally:
-        armed = False
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    ignore()
+    raise Interrupted(signal.Signals(number).name, number)
+
+
+def _set(handler: Any) -> None:
+    for number in _SIGNALS:
+        signal.signal(number, handler)

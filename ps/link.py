@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.futures import Future
 
+from ps.config import Config
 from ps.errors import LaunchError, PeerLost
 from ps.log import log
 from ps.protocol import Order, Result, Service, Train
@@ -48,19 +49,17 @@ class Rendezvous:
     """
 
     def __init__(self, topology: Topology, bound_s: float) -> None:
-        """Connects and registers this rank. Blocks until rank 0 or torchrun serves the store.
+        """Connects. Blocks until rank 0 or torchrun serves the store.
 
         Raises:
             LaunchError: nobody served it within bound_s.
         """
         self._topology = topology
         self._bound_s = bound_s
-        if topology.on_one_host:
-            _stay_on_loopback()
+        _stay_on_loopback()
         self.store = dist.PrefixStore(
             f"attempt-{topology.restart_count}", _connect(topology, bound_s)
         )
-        self.store.set(_arrived(topology.rank), "1")
 
     def announce(self, text: str) -> None:
         """Tell all ranks that rank 0 is ready, with one word for them."""
@@ -74,11 +73,12 @@ class Rendezvous:
         return bytes(self.store.get("announced")).decode()
 
     def gather(self) -> None:
-        """Wait until every rank has arrived.
+        """Arrive, which is to have everything ready, and wait until every rank has.
 
         Raises:
             LaunchError: some did not within the bound; they are named.
         """
+        self.store.set(_arrived(self._topology.rank), "1")
         self._wait(self._missing, "to arrive", self._bound_s, REMIND_INTERVAL_S)
 
     def _missing(self) -> list[int]:
@@ -140,7 +140,7 @@ def _connect(topology: Topology, bound_s: float) -> dist.Store:
         _wait_for_listener(address, bound_s)
         return dist.TCPStore(*address, is_master=False, **options)
     except (OSError, dist.DistNetworkError) as error:
-        raise LaunchError(f"no store at {address[0]}:{address[1]}: {error}") from None
+        raise LaunchError(f"no store at {address[0]}:{address[1]}: {_first_line(error)}") from None
 
 
 def _wait_for_listener(address: tuple[str, int], bound_s: float) -> None:
@@ -182,58 +182,78 @@ def check_rpc() -> None:
 
 
 class RpcGroup:
-    """This process's membership in the RPC group. One per process and lifetime."""
+    """This process's membership in the RPC group. One per process and lifetime.
 
-    def __init__(self, topology: Topology, rendezvous: Rendezvous, rpc_timeout_s: float) -> None:
-        """Joins; returns when all ranks have. Trainers call the server, never each other."""
-        self.graceful = False
+    Trainers call the server, never each other.
+    """
+
+    def __init__(self, topology: Topology, rendezvous: Rendezvous, config: Config) -> None:
+        """Joins; blocks until all ranks have, for config.start_timeout at most.
+
+        Raises:
+            LaunchError: that did not happen.
+        """
         dist.register_rendezvous_handler(
             SCHEME, lambda url, **_: iter([(rendezvous.store, topology.rank, topology.world_size)])
         )
         options = rpc.TensorPipeRpcBackendOptions(
             num_worker_threads=_num_threads(topology),
-            rpc_timeout=rpc_timeout_s,
+            rpc_timeout=config.rpc_timeout,
             init_method=f"{SCHEME}://",
             _transports=["uv"],  # the default, shm, polls: an idle process takes a whole core
         )
+
+        def join() -> None:
+            rpc.init_rpc(
+                _name(topology.rank),
+                rank=topology.rank,
+                world_size=topology.world_size,
+                rpc_backend_options=options,
+            )
+
         with warnings.catch_warnings():
             # RPC's own start uses a process group in a way that torch itself calls deprecated.
             warnings.filterwarnings(
                 "ignore", message="You are using a Backend", category=UserWarning
             )
-            try:
-                rpc.init_rpc(
-                    _name(topology.rank),
-                    rank=topology.rank,
-                    world_size=topology.world_size,
-                    rpc_backend_options=options,
-                )
-            except RuntimeError as error:
-                raise LaunchError(f"RPC did not start: {error}") from None
+            joined, error = _within(config.start_timeout, join)
+        if not joined:
+            raise LaunchError(f"RPC did not start: {_first_line(error or 'no answer in time')}")
 
-    def __enter__(self) -> RpcGroup:
-        return self
+    def close(self) -> bool:
+        """Leave together with all others; tells whether that worked in time.
 
-    def __exit__(self, *_: object) -> None:
-        """Leave together with all others, if `graceful` was set.
-
-        Else RPC stays as it is: torch's local shutdown waits for threads that wait for peers.
-        The process must then end by os._exit, as a normal exit aborts on running threads.
+        For when everybody is there to leave. A process that does not close must end by
+        os._exit, as a normal exit aborts on running threads.
         """
-        if not self.graceful:
-            return
-        closing = threading.Thread(target=_shut_down, name="rpc-close", daemon=True)
-        closing.start()
-        closing.join(2 * CLOSE_BOUND_S)  # torch's own bound does not hold in every case
-        if closing.is_alive():
-            raise PeerLost(f"RPC did not close within {2 * CLOSE_BOUND_S:.0f} s")
+        closed, error = _within(2 * CLOSE_BOUND_S, lambda: rpc.shutdown(timeout=CLOSE_BOUND_S))
+        if not closed:
+            log.warning("RPC did not close: %s", _first_line(error or "no answer in time"))
+        return closed
 
 
-def _shut_down() -> None:
-    try:
-        rpc.shutdown(timeout=CLOSE_BOUND_S)
-    except RuntimeError as error:
-        log.warning("RPC did not close cleanly: %s", str(error).splitlines()[0])
+def _within(bound_s: float, call: Callable[[], None]) -> tuple[bool, Exception | None]:
+    """Whether the call returned in time, and what it raised.
+
+    It runs in a thread of its own: torch's calls neither keep a bound in every case nor let a
+    signal through.
+    """
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            call()
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="rpc", daemon=True)
+    thread.start()
+    thread.join(bound_s)
+    return not thread.is_alive() and not errors, errors[0] if errors else None
+
+
+def _first_line(error: object) -> str:
+    return (str(error).splitlines() or [""])[0]
 
 
 def _name(rank: int) -> str:
@@ -249,7 +269,7 @@ def _num_threads(topology: Topology) -> int:
 _served: Service | None = None
 
 
-def serve(server: Service | None) -> None:
+def serve(server: Service) -> None:
     """Let the trainers' calls reach this object. Before RpcGroup, so that none is too early."""
     global _served
     _served = server

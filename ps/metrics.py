@@ -51,12 +51,14 @@ class _Since:
     """What came since the last progress line."""
 
     training_s: float = 0.0
+    epoch: int = 0
     updates: int = 0
     samples: int = 0
     loss_sum: float = 0.0
     staleness: int = 0
 
-    def add(self, samples: int, loss_sum: float, staleness: int) -> None:
+    def add(self, epoch: int, samples: int, loss_sum: float, staleness: int) -> None:
+        self.epoch = epoch
         self.updates += 1
         self.samples += samples
         self.loss_sum += loss_sum
@@ -103,7 +105,7 @@ class Metrics:
         loss_sum = result.loss * result.samples
         before, samples = self._losses.get(result.epoch, (0.0, 0))
         self._losses[result.epoch] = (before + loss_sum, samples + result.samples)
-        self._since.add(result.samples, loss_sum, staleness)
+        self._since.add(result.epoch, result.samples, loss_sum, staleness)
 
     def evaluated(self, result: Evaluated) -> str | None:
         """A slice was evaluated; gives a line when it completes the epoch's evaluation."""
@@ -124,7 +126,7 @@ class Metrics:
             f"test accuracy {done.accuracy:.4f} ({done.correct} of {done.samples})"
         )
 
-    def progress(self, epoch: int, now: float) -> str | None:
+    def progress(self, now: float) -> str | None:
         """A line for people, at most one per PROGRESS_INTERVAL_S; it covers what came since."""
         since = self._since
         if now - self._printed_at < PROGRESS_INTERVAL_S or not since.updates:
@@ -134,7 +136,7 @@ class Metrics:
         self._printed_at = now
         self._since = _Since(training_s=self._training_s_until(now))
         return (
-            f"epoch {epoch + 1}/{self._plan.epochs}  "
+            f"epoch {since.epoch + 1}/{self._plan.epochs}  "
             f"updates {self.updates}/{self._plan.total_updates}  "
             f"loss {since.loss_sum / since.samples:.4f}  {rate:.0f} samples/s  "
             f"staleness {since.staleness / since.updates:.2f}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from ps.config import Config
@@ -12,6 +13,8 @@ from ps.workloads import catalogue
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
+    started_at: float
+    """Seconds of the monotonic clock."""
     run_dir: RunDirectory
     workload: str
     """The name of the workload, resolved; its files are there."""
@@ -23,9 +26,11 @@ def prepare(topology: Topology, config: Config) -> Prepared:
     Raises:
         ConfigError: one of them cannot be had; nothing is left behind.
     """
+    started_at = time.monotonic()
     run_dir = RunDirectory.create(config.run_dir, topology.error_file)
     try:
-        return Prepared(run_dir=run_dir, workload=catalogue.resolve(config))
+        workload = catalogue.resolve(config)
+        return Prepared(started_at=started_at, run_dir=run_dir, workload=workload)
     except BaseException:
         run_dir.discard()
         raise

@@ -12,24 +12,22 @@ from typing import Any
 
 import torch
 
-from ps import link, machine
+from ps import interruption, link, machine
 from ps.config import Config
 from ps.devices import choose_devices, place
 from ps.errors import Interrupted, PeerLost, PsError
 from ps.files import replacing
-from ps.interruption import interruptible
 from ps.log import log
 from ps.metrics import Metrics
 from ps.orders import Orders, Plan
 from ps.preparation import Prepared
-from ps.rundir import RunDirectory
 from ps.schedule import schedule_factor
 from ps.server import Outcome, ParameterServer
 from ps.step import ServerSideWorker
 from ps.store import Store, make_optimizer
 from ps.topology import Topology
 from ps.trainer import train
-from ps.workload import Workload, make_model
+from ps.workload import Workload, make_model, try_out
 from ps.workloads import catalogue
 
 TICK_S = 1.0
@@ -40,29 +38,33 @@ def run_server(topology: Topology, config: Config, prepared: Prepared) -> int:
     """Be the server or, at world size 1, both. Blocks; returns the exit code.
 
     Raises:
-        PsError: the job could not start, or this trainer has lost the server.
+        PsError: the job could not start; nothing is left behind.
+        Interrupted: as PsError.
     """
     machine.keep_freed_memory()
-    started_at = time.monotonic()
     try:
-        with interruptible():
-            rendezvous = None if topology.is_alone else _meet(topology, config)
-            job = _build(topology, config, prepared.workload)
+        rendezvous = None if topology.is_alone else _meet(topology, config)
+        job = _build(topology, config, prepared.workload)
     except BaseException:
         prepared.run_dir.discard()
         raise
     prepared.run_dir.publish()
     _announce_plan(job, topology, config)
+    group = None
     try:
-        with interruptible():
-            outcome = _serve_all(job, topology, config, rendezvous)
+        try:
+            group = _serve(job, topology, config, rendezvous)
+        except PsError as error:
+            job.server.stop(Outcome("failed", error.exit_code, str(error)))
+        except Exception as error:
+            cause = f"{topology.role} rank {topology.rank}: {_in_one_line(error)}"
+            job.server.stop(Outcome("failed", _explain(error, topology), cause))
+        interruption.ignore()
     except Interrupted as error:
-        outcome = Outcome("interrupted", error.exit_code, str(error))
-    except PsError as error:
-        outcome = Outcome("failed", error.exit_code, str(error))
-    except Exception as error:
-        outcome = Outcome("failed", _explain(error, topology), f"rank 0: {_in_one_line(error)}")
-    _finish(job, topology, config, prepared.run_dir, outcome, time.monotonic() - started_at)
+        job.server.stop(Outcome("interrupted", error.exit_code, str(error)))
+    outcome = _finish(job, topology, config, prepared)
+    if group is not None and job.server.all_left:
+        group.close()
     if outcome.rank != topology.rank:
         _await_stop()
     return outcome.exit_code
@@ -80,20 +82,20 @@ def run_trainer(topology: Topology, config: Config) -> int:
     name = rendezvous.announced(catalogue.FETCH_BOUND_S + config.start_timeout)
     workload = catalogue.load(name, config)
     rendezvous.gather()
+    group = link.RpcGroup(topology, rendezvous, config)
     server = link.RpcLink()
     worker = ServerSideWorker(topology.rank, server, workload, config.seed)
-    with link.RpcGroup(topology, rendezvous, config.rpc_timeout) as group:
-        try:
-            train(topology.rank, server, worker)
-        except PeerLost:
-            raise
-        except Exception as error:
-            with suppress(PeerLost):
-                server.fail(topology.rank, _in_one_line(error), 1)
-            group.graceful = True
-            return _explain(error, topology)
-        group.graceful = True
-    return 0
+    code = 0
+    try:
+        train(topology.rank, server, worker)
+    except PeerLost:
+        raise
+    except (Exception, SystemExit) as error:
+        code = _explain(error, topology)
+        with suppress(Exception):
+            server.fail(topology.rank, _in_one_line(error), code)
+    group.close()
+    return code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +127,7 @@ def _build(topology: Topology, config: Config, name: str) -> _Job:
     torch.set_num_threads(threads)
     model = make_model(workload, config.seed)
     input_device = place(model, choose_devices(config.num_gpus, torch.cuda.device_count()))
+    try_out(workload, model, input_device)
     optimizer = make_optimizer(
         config.optimizer,
         [parameter for parameter in model.parameters() if parameter.requires_grad],
@@ -162,24 +165,22 @@ def _build(topology: Topology, config: Config, name: str) -> _Job:
     )
 
 
-def _serve_all(
+def _serve(
     job: _Job, topology: Topology, config: Config, rendezvous: link.Rendezvous | None
-) -> Outcome:
-    """Until the job has ended, one way or the other."""
+) -> link.RpcGroup | None:
+    """Until the job has ended, one way or the other. The group is still to be closed."""
     server = job.server
     if rendezvous is None:
         in_process = link.InProcessLink(server)
         worker = ServerSideWorker(topology.rank, in_process, job.workload, config.seed)
         train(topology.rank, in_process, worker)
-    else:
-        rendezvous.announce(job.workload_name)
-        rendezvous.gather()
-        link.serve(server)
-        with link.RpcGroup(topology, rendezvous, config.rpc_timeout) as group:
-            _wait_until_ended(server, config.rpc_timeout)
-            group.graceful = server.all_left
-    assert server.outcome is not None
-    return server.outcome
+        return None
+    rendezvous.announce(job.workload_name)
+    rendezvous.gather()
+    link.serve(server)
+    group = link.RpcGroup(topology, rendezvous, config)
+    _wait_until_ended(server, config.rpc_timeout)
+    return group
 
 
 def _wait_until_ended(server: ParameterServer, rpc_timeout_s: float) -> None:
@@ -222,15 +223,10 @@ def _announce_plan(job: _Job, topology: Topology, config: Config) -> None:
     )
 
 
-def _finish(
-    job: _Job,
-    topology: Topology,
-    config: Config,
-    run_dir: RunDirectory,
-    outcome: Outcome,
-    duration_s: float,
-) -> None:
-    numbers = job.metrics.report(time.monotonic())
+def _finish(job: _Job, topology: Topology, config: Config, prepared: Prepared) -> Outcome:
+    """Write what the run leaves, and the last line."""
+    outcome, numbers = job.server.result()
+    duration_s = time.monotonic() - prepared.started_at
     report = {
         "status": outcome.status,
         "exit_code": outcome.exit_code,
@@ -246,6 +242,7 @@ def _finish(
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
+    run_dir = prepared.run_dir
     if outcome.status == "done":
         with replacing(run_dir.path / "model.pt") as partial:
             torch.save(job.store.state_dict(), partial)
@@ -262,6 +259,7 @@ def _finish(
         )
     else:
         log.error("%s: %s; see %s", outcome.status, outcome.cause, path)
+    return outcome
 
 
 def _finite(value: Any) -> Any:
@@ -279,11 +277,11 @@ def _in_one_line(error: BaseException) -> str:
 
 def _await_stop() -> None:
     """torchrun names the rank that exits first as the root cause: let that be the one."""
-    with suppress(Interrupted), interruptible():
-        time.sleep(GOODBYE_BOUND_S)
+    interruption.end_at_once()
+    time.sleep(GOODBYE_BOUND_S)
 
 
-def _explain(error: Exception, topology: Topology) -> int:
+def _explain(error: BaseException, topology: Topology) -> int:
     """Show the traceback of the error being handled once, and return the exit code.
 
     What is recorded for torchrun stands in its report; without torchrun it is printed here.

@@ -28,7 +28,7 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: Path | None, error_file: str | None) -> RunDirectory:
-        """Make it, private to this user. path None gives runs/<time>-<id>.
+        """Make it; a new one is private to this user. path None gives runs/<time>-<id>.
 
         error_file tells which entry that is already there is torchrun's own log of this run.
 
@@ -65,11 +65,11 @@ class RunDirectory:
         if parent != PARENT.absolute():
             return
         link = parent / f".{LATEST}-{secrets.token_hex(3)}"
-        link.symlink_to(self.path.name)
         try:
+            link.symlink_to(self.path.name)
             os.replace(link, parent / LATEST)
         except OSError as error:
-            link.unlink()
+            link.unlink(missing_ok=True)
             log.warning("%s does not point to this run: %s", PARENT / LATEST, error.strerror)
 
     def write_report(self, report: Mapping[str, object]) -> Path:

@@ -77,6 +77,12 @@ class ParameterServer:
     def outcome(self) -> Outcome | None:
         return self._outcome
 
+    def result(self) -> tuple[Outcome, dict[str, object]]:
+        """How the job ended, and its numbers as report.json holds them. Only once it has."""
+        with self._lock:
+            assert self._outcome is not None
+            return self._outcome, self._metrics.report(time.monotonic())
+
     def next_order(self, trainer: int, result: Result | None) -> Future[Order]:
         """Take the finished order in; the future gives the next one."""
         reply: Future[Order] = Future()
@@ -85,7 +91,7 @@ class ParameterServer:
             now = time.monotonic()
             if result is not None and self._outcome is None:
                 lines.append(self._take(trainer, result, now))
-                lines.append(self._metrics.progress(self._orders.epoch, now))
+                lines.append(self._metrics.progress(now))
             self._waiting[trainer] = (now, reply)
             answers = self._answers(now)
         self._send(answers, lines)
@@ -115,6 +121,13 @@ class ParameterServer:
         cause = f"trainer rank {trainer}: {cause}"
         self._depart(trainer, Outcome("failed", exit_code, cause, rank=trainer))
 
+    def stop(self, outcome: Outcome) -> None:
+        """End the job, unless it has ended; nothing more is applied, and trainers are sent home."""
+        with self._lock:
+            self._end(outcome)
+            answers = self._answers(time.monotonic())
+        self._send(answers)
+
     def tick(self, max_wait_s: float) -> None:
         """Once in a while: print progress, and send Wait to those who wait for max_wait_s.
 
@@ -122,7 +135,7 @@ class ParameterServer:
         """
         with self._lock:
             now = time.monotonic()
-            line = self._metrics.progress(self._orders.epoch, now)
+            line = self._metrics.progress(now)
             late = [t for t, (since, _) in self._waiting.items() if now - since > max_wait_s]
             answers: list[Answer] = [(self._waiting.pop(t)[1], Wait()) for t in late]
         self._send(answers, [line])

@@ -34,5 +34,5 @@ class ServerSideWorker:
         outputs = self._server.evaluate(self._trainer, inputs)
         samples = order.stop - order.start
         loss_sum = self._workload.loss(outputs, targets).item() * samples
-        correct = self._workload.correct(outputs, targets)
+        correct = int(self._workload.correct(outputs, targets))
         return Evaluated(order.epoch, order.slice, samples, loss_sum, correct)

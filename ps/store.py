@@ -19,7 +19,7 @@ class Replica:
     """A copy of the model for one user, and the version of the weights it holds."""
 
     module: nn.Module
-    version: int = -1
+    version: int
     parameters: list[nn.Parameter] = field(init=False)
     """Those that are trained, in the order of Store.names."""
     tensors: list[Tensor] = field(init=False)
@@ -106,6 +106,7 @@ class Store:
         norm = torch.nn.utils.get_total_norm(present)
         if not torch.isfinite(norm):
             self._refuse_non_finite(present)
+            norm = torch.nn.utils.get_total_norm([gradient.double() for gradient in present])
         return present, norm
 
     def _refuse_non_finite(self, gradients: Sequence[Tensor]) -> None:
@@ -124,10 +125,10 @@ def make_optimizer(
     parameters: Sequence[nn.Parameter],
     *,
     lr: float,
-    momentum: float = 0.0,
-    weight_decay: float = 0.0,
+    momentum: float | None = None,
+    weight_decay: float | None = None,
 ) -> torch.optim.Optimizer:
-    """Build an optimizer of torch.optim by its name.
+    """Build an optimizer of torch.optim by its name; None leaves the optimizer's own default.
 
     Raises:
         ConfigError: there is none of that name, or it does not take what was given.
@@ -145,7 +146,7 @@ def make_optimizer(
     options = {"lr": lr} | {
         key: value
         for key, value in (("momentum", momentum), ("weight_decay", weight_decay))
-        if value
+        if value is not None
     }
     for key in options:
         if key not in inspect.signature(kind).parameters:

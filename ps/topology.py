@@ -19,7 +19,6 @@ class Topology:
     world_size: int
     master_addr: str
     master_port: int
-    local_world_size: int
     restart_count: int = 0
     agent_hosts_store: bool = False
     """Whether torchrun itself serves the store at master_addr:master_port."""
@@ -31,7 +30,8 @@ class Topology:
         """Read torchrun's variables. argv only completes the command in the error message.
 
         Raises:
-            LaunchError: a variable is missing, is not a number or contradicts another.
+            LaunchError: a variable is missing, is not a number or contradicts another, or the job
+            spans several hosts: RPC would have to leave the loopback interface.
         """
         needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         missing = [name for name in needed if not environ.get(name)]
@@ -49,12 +49,17 @@ class Topology:
                 f"RANK must be below WORLD_SIZE, got RANK={rank} WORLD_SIZE={world_size}; "
                 "let torchrun set both"
             )
+        local_world_size = _number(environ, "LOCAL_WORLD_SIZE", least=1, default=world_size)
+        if local_world_size != world_size:
+            raise LaunchError(
+                f"all ranks must be on one host, but only {local_world_size} of {world_size} are; "
+                "give torchrun --nnodes=1"
+            )
         return cls(
             rank=rank,
             world_size=world_size,
             master_addr=environ["MASTER_ADDR"],
             master_port=_number(environ, "MASTER_PORT", least=1, most=65535),
-            local_world_size=_number(environ, "LOCAL_WORLD_SIZE", least=1, default=world_size),
             restart_count=_number(environ, "TORCHELASTIC_RESTART_COUNT", least=0, default=0),
             agent_hosts_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             error_file=environ.get("TORCHELASTIC_ERROR_FILE"),
@@ -68,10 +73,6 @@ class Topology:
     def is_alone(self) -> bool:
         """World size 1: the one process is server and trainer."""
         return self.world_size == 1
-
-    @property
-    def on_one_host(self) -> bool:
-        return self.local_world_size == self.world_size
 
     @property
     def role(self) -> str:

@@ -109,6 +109,47 @@ def make_model(workload: Workload, seed: int) -> nn.Module:
     return model.train()
 
 
+def try_out(workload: Workload, model: nn.Module, input_device: torch.device) -> None:
+    """Run a sample through model, loss and correct, so that a mistake shows before training.
+
+    The model is evaluated without gradients and is in training mode afterwards.
+
+    Raises:
+        ConfigError: a part raises, or gives something else than it should.
+    """
+    inputs, targets = fetch(workload.train, [0])
+    part = "model"
+    try:
+        with torch.no_grad():
+            outputs = model.eval()(inputs.to(input_device))
+        _expect(isinstance(outputs, Tensor), workload, "model", "a tensor", outputs)
+        outputs, part = outputs.to("cpu"), "loss"
+        loss = workload.loss(outputs, targets)
+        scalar = isinstance(loss, Tensor) and loss.numel() == 1
+        _expect(scalar, workload, "loss", "a scalar tensor", loss)
+        part = "correct"
+        correct = workload.correct(outputs, targets)
+        _expect(int(correct) in (0, 1), workload, "correct", "0 or 1 for one sample", correct)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"workload {workload.name}: {part} raised {type(error).__name__}: {error} "
+            f"(inputs {_shape(inputs)}, targets {_shape(targets)})"
+        ) from error
+    finally:
+        model.train()
+
+
+def _expect(fulfilled: bool, workload: Workload, part: str, wanted: str, got: object) -> None:
+    if not fulfilled:
+        raise ConfigError(f"workload {workload.name}: {part} must give {wanted}, got {_kind(got)}")
+
+
+def _shape(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
 def _check_samples(samples: Any, source: str) -> None:
     try:
         length = len(samples)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Iterator
 
 import psutil
@@ -18,9 +19,22 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_running() -> Iterator[None]:
-    me = psutil.Process()
-    before = set(me.children(recursive=True))
+def nothing_left_running(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ranks are in sessions of their own and may outlive torchrun: a mark in the environment
+    finds them wherever they are."""
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv("PS_TEST", mark)
     yield
-    strays = set(me.children(recursive=True)) - before
+    strays = [process for process in psutil.process_iter() if _carries(process, mark)]
+    for stray in strays:
+        stray.kill()
     assert not strays, f"the test left processes behind: {strays}"
+
+
+def _carries(process: psutil.Process, mark: str) -> bool:
+    if process.pid == os.getpid():
+        return False
+    try:
+        return process.environ().get("PS_TEST") == mark
+    except psutil.Error:
+        return False

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from ps import link
 from ps.config import Config
 from ps.workload import Workload
+from ps.workloads import digits
+from ps.workloads.images import Images, image_workload
 
 RANK = int(os.environ.get("RANK", "0"))
 
@@ -60,6 +62,16 @@ def with_dropout(config: Config) -> Workload:
     return perceptron(dropout=0.5)
 
 
+def few_digits(config: Config) -> Workload:
+    """The real net on 1600 of the digits: 50 batches of 32."""
+    images, classes = digits.generate(1800, 1)
+    return image_workload(
+        "few digits",
+        Images(images[:1600], classes[:1600], mean=0.25, std=0.25),
+        Images(images[1600:], classes[1600:], mean=0.25, std=0.25),
+    )
+
+
 def fixed_gradients(config: Config) -> Workload:
     """Every batch gives a gradient of exactly one for each of the four weights."""
 
@@ -88,12 +100,12 @@ def _none_correct(outputs: Tensor, targets: Tensor) -> int:
 
 
 def raising(config: Config) -> Workload:
-    """The trainer of rank 2 raises at its tenth batch."""
+    """The trainer of rank 2 raises at its third batch."""
     return _with_fault(_raise)
 
 
 def not_finite(config: Config) -> Workload:
-    """The loss of rank 1's tenth batch is not a number."""
+    """The loss of rank 1's third batch is not a number."""
 
     def spoil(loss: Tensor) -> Tensor:
         return loss * float("nan")
@@ -102,7 +114,7 @@ def not_finite(config: Config) -> Workload:
 
 
 def slow(config: Config) -> Workload:
-    """The trainer of rank 1 takes SLOW_S seconds for its tenth batch."""
+    """The trainer of rank 1 takes SLOW_S seconds for its third batch."""
 
     def wait(loss: Tensor) -> Tensor:
         time.sleep(float(os.environ["SLOW_S"]))
@@ -123,10 +135,19 @@ def _with_fault(fault: Callable[[Tensor], Tensor], rank: int = 2) -> Workload:
         nonlocal calls
         calls += 1
         value = workload.loss(outputs, targets)
-        return fault(value) if calls == 10 and rank == RANK else value
+        return fault(value) if calls == 3 and rank == RANK else value
 
     return replace(workload, loss=loss)
 
 
 def returning_a_number(config: Config) -> Workload:
     return 3  # type: ignore[return-value]
+
+
+def loss_of_each_sample(config: Config) -> Workload:
+    """The mean is forgotten."""
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.nll_loss(outputs, targets, reduction="none").repeat(2)
+
+    return replace(perceptron(), loss=loss)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from pathlib import Path
 
 import psutil
@@ -25,7 +26,7 @@ REPORT_KEYS = {
 }
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 6])
 def test_every_sample_is_trained_once_per_epoch_at_any_world_size(
     tmp_path: Path, world_size: int
 ) -> None:
@@ -121,20 +122,33 @@ def test_ranks_listen_on_loopback_only_and_wait_without_using_a_core(tmp_path: P
 
 def test_without_mnist_and_network_the_digits_are_trained_and_it_is_said(tmp_path: Path) -> None:
     data_dir = tmp_path / "data"
-    job = Job(
+    done = run_job(
         tmp_path,
         *("--data-dir", str(data_dir), "--data-mirror", "http://127.0.0.1:9/mnist"),
-        world_size=2,
+        *("--batch-size", "256"),
+        world_size=4,
     )
-    job.wait_for("loss")
-    done_line = job.ranks()
-    job.send(signal.SIGINT)
-    done = job.wait()
-    assert done_line
+    assert done.exit_code == 0, done.text
     assert "warning: NOT MNIST, training on generated digits instead: " in done.text
     assert "train-images-idx3-ubyte is not in" in done.text
-    assert done.report["workload"] == "digits"
+    assert (done.report["workload"], done.report["status"]) == ("digits", "done")
+    assert done.report["samples_trained"] == 12800
     assert not data_dir.exists()
+
+
+@pytest.mark.parametrize("delay_s", [2.2, 3.0, 4.5])
+def test_ctrl_c_during_the_start_ends_it_at_once_and_leaves_nothing(
+    tmp_path: Path, delay_s: float
+) -> None:
+    """torchrun needs about 2 s, loading torch 2 more: whatever the ranks are doing then."""
+    job = Job(tmp_path, *PLAIN, "--epochs", "1000")
+    time.sleep(delay_s)
+    job.send(signal.SIGINT)
+    done = job.wait()
+    assert done.duration_s - delay_s < 5
+    assert "launch.py" not in done.text
+    left = {path.name for path in done.run_dir.iterdir()}
+    assert left <= {"torchrun", "report.json"}
 
 
 BAD_INPUT = [
@@ -145,6 +159,11 @@ BAD_INPUT = [
         ["--workload", "tests.plugins:returning_a_number"],
         "must return a ps.workload.Workload, got int 3",
         id="plug-in",
+    ),
+    pytest.param(
+        ["--workload", "tests.plugins:loss_of_each_sample"],
+        "workload perceptron: loss must give a scalar tensor, got Tensor tensor([",
+        id="loss",
     ),
     pytest.param([*PLAIN, "--num-gpus", "2"], "--num-gpus 2, but this process sees", id="gpus"),
     pytest.param([*PLAIN, "--optimizer", "Sgd"], "did you mean SGD?", id="optimizer"),
@@ -173,21 +192,23 @@ def test_bad_input_ends_with_2_and_one_line_within_5_s(
     assert left <= {"torchrun"}
 
 
-def test_a_run_directory_in_use_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_a_run_directory_in_use_is_refused_and_its_files_stay(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "precious").write_text("mine")
     done = run_job(tmp_path, *PLAIN)
     assert done.exit_code != 0
     [line] = done.lines_of_ranks()
     assert "is not empty (it holds precious)" in line
-    assert {path.name for path in done.run_dir.iterdir()} == {"precious", "torchrun"}
+    assert (done.run_dir / "precious").read_text() == "mine"
+    assert not (done.run_dir / "report.json").exists()
 
 
+@pytest.mark.timeout(300)
 def test_mnist_reaches_97_percent_in_one_epoch_with_two_trainers(tmp_path: Path) -> None:
     folder = mnist_folder()
     if folder is None:
         pytest.skip(f"MNIST is not here: put {', '.join(mnist_files.SHA256)} into data/MNIST/raw")
-    done = run_job(tmp_path, "--workload", "mnist", "--data-dir", str(folder))
+    done = Job(tmp_path, "--workload", "mnist", "--data-dir", str(folder)).wait(bound_s=280)
     assert done.exit_code == 0, done.text
     report = done.report
     assert report["test_accuracy"] >= 0.97

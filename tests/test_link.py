@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from ps import link
+from ps.config import Config
 from ps.errors import LaunchError, PeerLost
 from ps.log import log
-from ps.protocol import Finished, Server, Train, Trained
+from ps.protocol import Evaluate, Finished, Server, Train, Trained
 from ps.step import ServerSideWorker
 from ps.topology import Topology
 from ps.trainer import train
@@ -37,7 +38,6 @@ def topology_of(rank: int = 0, world_size: int = 1, port: int = 0, attempt: int 
         world_size=world_size,
         master_addr="127.0.0.1",
         master_port=port or free_port(),
-        local_world_size=world_size,
         restart_count=attempt,
     )
 
@@ -46,9 +46,10 @@ def topology_of(rank: int = 0, world_size: int = 1, port: int = 0, attempt: int 
 def rpc_group() -> Iterator[None]:
     """torch allows RPC once per process, and a group of one calls itself."""
     topology = topology_of()
-    with link.RpcGroup(topology, link.Rendezvous(topology, 10.0), 20.0) as group:
-        yield
-        group.graceful = True
+    rendezvous = link.Rendezvous(topology, 10.0)
+    group = link.RpcGroup(topology, rendezvous, Config(rpc_timeout=20.0))
+    yield
+    assert group.close()
 
 
 @pytest.fixture(params=["in-process", "rpc"])
@@ -175,15 +176,19 @@ def test_a_parameter_without_gradient_ends_the_job_with_its_name(connect: Connec
 
 
 def test_evaluating_twice_is_identical_and_changes_nothing(connect: Connect) -> None:
-    workload = perceptron(dropout=0.5)
-    server, parts = connect(workload=workload)
-    inputs = torch.randn(50, 6)
-    order = server.next_order(1, None)
-    for _ in range(5):
-        assert isinstance(order, Train)
-        assert torch.equal(server.evaluate(1, inputs), server.evaluate(1, inputs))
-        order = server.next_order(1, step(server, parts, order))
-    expected = train_alone(workload, updates=5)
+    workload = perceptron(dropout=0.5, num_train=40)
+    server, parts = connect(workload=workload, epochs=2)
+    worker = ServerSideWorker(1, server, workload, seed=0)
+    evaluations, order = 0, server.next_order(1, None)
+    while not isinstance(order, Finished):
+        assert isinstance(order, Train | Evaluate)
+        result = worker.do(order)
+        if isinstance(order, Evaluate):
+            evaluations += 1
+            assert worker.do(order) == result
+        order = server.next_order(1, result)
+    assert evaluations == 2 * 3
+    expected = train_alone(workload, updates=10)
     for name, value in parts.store.state_dict().items():
         torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
 
@@ -230,6 +235,14 @@ def test_a_context_is_released_once_its_gradients_are_handed_in(rpc_group: None)
             link.context_gradients(result.context_id, [])
 
 
+def test_a_rank_that_is_connected_has_not_arrived_before_it_is_ready() -> None:
+    port = free_port()
+    server = link.Rendezvous(topology_of(0, 2, port), bound_s=0.3)
+    link.Rendezvous(topology_of(1, 2, port), bound_s=0.3)
+    with pytest.raises(LaunchError, match="rank 1 did not come to arrive"):
+        server.gather()
+
+
 def test_the_ranks_that_are_missing_are_named() -> None:
     rendezvous = link.Rendezvous(topology_of(0, 3), bound_s=0.5)
     with pytest.raises(LaunchError, match=r"^ranks 1, 2 did not come to arrive within 0 s"):
@@ -269,9 +282,8 @@ def test_all_ranks_meet_and_hear_what_is_announced() -> None:
     threads = [threading.Thread(target=be, args=(rank,)) for rank in (1, 2)]
     for thread in threads:
         thread.start()
-    server.gather()
-    assert heard == {}
     server.announce("digits")
+    server.gather()
     for thread in threads:
         thread.join(10)
     assert heard == {1: "digits", 2: "digits"}
@@ -304,6 +316,16 @@ def test_no_store_within_the_bound_is_an_error_with_the_address() -> None:
     with pytest.raises(LaunchError, match=rf"^no store at 127.0.0.1:{port}: "):
         link.Rendezvous(topology_of(1, 2, port), bound_s=0.5)
     assert time.monotonic() - start < 3
+
+
+def test_a_call_that_hangs_or_raises_is_told_apart_from_one_that_works() -> None:
+    def fail() -> None:
+        raise ValueError("no")
+
+    assert link._within(1.0, lambda: None) == (True, None)
+    worked, error = link._within(1.0, fail)
+    assert (worked, str(error)) == (False, "no")
+    assert link._within(0.05, lambda: time.sleep(0.5)) == (False, None)
 
 
 def test_a_torch_without_rpc_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,7 +107,7 @@ def test_progress_is_said_at_most_once_per_interval() -> None:
     for batch in range(21):
         now = 100.0 + batch * PROGRESS_INTERVAL_S / 4
         step(metrics, now, now, trained(batch))
-        if metrics.progress(0, now) is not None:
+        if metrics.progress(now) is not None:
             said.append(batch)
     assert said == [0, 4, 8, 12, 16, 20]
     assert PROGRESS_INTERVAL_S == 1.0
@@ -116,13 +116,13 @@ def test_progress_is_said_at_most_once_per_interval() -> None:
 def test_progress_covers_what_came_since_the_last_line() -> None:
     metrics = metrics_of(train=320)
     step(metrics, 0.0, 2.0, trained(0, loss=9.0))
-    assert metrics.progress(0, 2.0) == (
+    assert metrics.progress(2.0) == (
         "epoch 1/2  updates 1/20  loss 9.0000  16 samples/s  staleness 0.00"
     )
     step(metrics, 2.0, 2.5, trained(1, loss=1.0), staleness=1)
-    assert metrics.progress(0, 2.5) is None
-    step(metrics, 3.5, 4.0, trained(2, samples=96, loss=3.0), staleness=2)
-    assert metrics.progress(1, 4.0) == (
+    assert metrics.progress(2.5) is None
+    step(metrics, 3.5, 4.0, trained(2, samples=96, loss=3.0, epoch=1), staleness=2)
+    assert metrics.progress(4.0) == (
         "epoch 2/2  updates 3/20  loss 2.5000  128 samples/s  staleness 1.50"
     )
 
@@ -131,21 +131,21 @@ def test_progress_counts_the_time_of_an_order_that_stays_out_only_once() -> None
     metrics = metrics_of()
     metrics.handed_out(0.0)
     step(metrics, 0.0, 2.0, trained(0))
-    line = metrics.progress(0, 2.0)
+    line = metrics.progress(2.0)
     assert line is not None
     assert "  16 samples/s  " in line
     step(metrics, 2.0, 4.0, trained(1))
-    line = metrics.progress(0, 6.0)
+    line = metrics.progress(6.0)
     assert line is not None
     assert "  8 samples/s  " in line
 
 
 def test_progress_says_nothing_when_nothing_was_trained_since() -> None:
     metrics = metrics_of()
-    assert metrics.progress(0, 100.0) is None
+    assert metrics.progress(100.0) is None
     step(metrics, 100.0, 101.0, trained())
-    assert metrics.progress(0, 101.0) is not None
-    assert metrics.progress(0, 200.0) is None
+    assert metrics.progress(101.0) is not None
+    assert metrics.progress(200.0) is None
 
 
 def test_loss_and_accuracy_of_an_evaluation_weigh_each_sample_alike() -> None:

@@ -12,9 +12,7 @@ from ps.preparation import prepare
 from ps.topology import Topology
 from ps.workloads import catalogue
 
-ALONE = Topology(
-    rank=0, world_size=1, master_addr="127.0.0.1", master_port=29500, local_world_size=1
-)
+ALONE = Topology(rank=0, world_size=1, master_addr="127.0.0.1", master_port=29500)
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +34,6 @@ def test_torchruns_log_in_the_run_directory_is_known_by_the_topology() -> None:
         world_size=1,
         master_addr="127.0.0.1",
         master_port=29500,
-        local_world_size=1,
         error_file=str(error_file.absolute()),
     )
     prepared = prepare(topology, Config(workload="digits", run_dir=Path("run")))

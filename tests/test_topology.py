@@ -21,7 +21,11 @@ COMMAND = "torchrun --standalone --nproc_per_node=4 launch.py"
 
 
 def at(rank: int, world_size: int) -> Topology:
-    return Topology.from_environ(GOOD | {"RANK": str(rank), "WORLD_SIZE": str(world_size)})
+    return Topology.from_environ(
+        GOOD
+        | {name: str(world_size) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+        | {"RANK": str(rank)}
+    )
 
 
 def message_of(**changed: str) -> str:
@@ -36,7 +40,6 @@ def test_every_variable_of_torchrun_is_read() -> None:
         world_size=4,
         master_addr="127.0.0.1",
         master_port=29500,
-        local_world_size=4,
         restart_count=3,
         agent_hosts_store=True,
         error_file="/tmp/log/attempt_3/2/error.json",
@@ -50,7 +53,6 @@ def test_what_torchrun_may_leave_out_has_a_default() -> None:
         world_size=4,
         master_addr="127.0.0.1",
         master_port=29500,
-        local_world_size=4,
         restart_count=0,
         agent_hosts_store=False,
         error_file=None,
@@ -156,9 +158,10 @@ def test_rank_0_serves_and_every_other_rank_trains(
     assert not any(rank.is_alone for rank in ranks)
 
 
-def test_a_job_is_on_one_host_when_all_its_ranks_are_local() -> None:
-    assert Topology.from_environ(GOOD).on_one_host is True
-    assert Topology.from_environ(GOOD | {"LOCAL_WORLD_SIZE": "2"}).on_one_host is False
+def test_a_job_on_several_hosts_is_refused() -> None:
+    assert message_of(LOCAL_WORLD_SIZE="2") == (
+        "all ranks must be on one host, but only 2 of 4 are; give torchrun --nnodes=1"
+    )
 
 
 def test_a_topology_never_changes() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ps.config import Config
@@ -51,7 +50,7 @@ def load(name: str, config: Config) -> Workload:
     elif name == "digits":
         from ps.workloads.digits import build
     else:
-        return load_plug_in(name, replace(config, workload=name))
+        return load_plug_in(name, config)
     workload = build(config)
     check(workload, f"--workload {name}")
     return workload

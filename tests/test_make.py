@@ -1,0 +1,47 @@
+"""What the Makefile passes on, without running it."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from benchmarks.jobs import ROOT
+
+
+def make(*args: str) -> str:
+    done = subprocess.run(["make", *args], cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def test_make_alone_prints_every_target() -> None:
+    text = make()
+    for target in ("train", "smoke", "test", "test-fast", "check", "bench", "clean"):
+        assert f"make {target} " in text
+
+
+def test_train_passes_world_data_and_args_through() -> None:
+    text = make("-n", "train", "WORLD=5", "DATA_DIR=/my data", "ARGS=--lr 0.5 --epochs 2")
+    assert "--standalone --local-addr=127.0.0.1" in text
+    assert "--nproc_per_node=5" in text
+    assert "--data-dir='/my data' --lr 0.5 --epochs 2" in text
+
+
+@pytest.mark.parametrize(
+    ("args", "run_dir"),
+    [
+        (["RUN_DIR=out/a"], "out/a"),
+        (["ARGS=--epochs 0 --run-dir out/b"], "out/b"),
+        (["ARGS=--run-dir=out/c --epochs 0"], "out/c"),
+        (["ARGS=--run-dir 'my runs/d' --epochs 0"], "my runs/d"),
+    ],
+)
+def test_the_log_of_torchrun_lies_in_the_run_directory(args: list[str], run_dir: str) -> None:
+    """With echo in the place of torchrun, so that the shell's part is run as well."""
+    text = make("train", "BIN=tests/bin", "WORLD=2", *args)
+    assert f"--log-dir={run_dir}/torchrun launch.py --run-dir={run_dir} " in text
+
+
+def test_a_second_call_installs_nothing() -> None:
+    assert "pip install" not in make("-n", "train")
+    assert "pip install" not in make("-n", "test")
