@@ -12,9 +12,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import MutableMapping, Sequence
 
-from ps import interruption, log
+from ps import interruption, log, machine
 from ps.config import parse_args
 from ps.errors import Interrupted, PsError
 from ps.preparation import prepare
@@ -24,7 +24,7 @@ HOLD_S = 10.0
 RPC_THREAD = "rpc"
 
 
-def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
     """Parse, place, run; returns the exit code of this process."""
     interruption.end_at_once()
     rank = environ.get("RANK") or "0"
@@ -33,6 +33,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         config = parse_args(argv)
         topology = Topology.from_environ(environ, argv)
         log.configure(topology.role, topology.rank, config.log_level)
+        machine.limit_spinning(environ)
         if topology.is_server:
             interruption.raise_once()
             prepared = prepare(topology, config)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ps.machine import keep_freed_memory, threads_per_pass, usable_cores
+from ps.machine import keep_freed_memory, limit_spinning, threads_per_pass, usable_cores
 
 
 @pytest.fixture(autouse=True)
@@ -98,8 +98,19 @@ def test_the_cores_are_divided_among_the_trainers_and_none_goes_without(
     assert threads_per_pass(cores, num_trainers) == threads
 
 
-def test_keeping_freed_memory_can_be_asked_for_twice() -> None:
-    assert [keep_freed_memory(), keep_freed_memory()] == [None, None]
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, {"GOMP_SPINCOUNT": "100000"}),
+        ({"GOMP_SPINCOUNT": "7"}, {"GOMP_SPINCOUNT": "7"}),
+        ({"OMP_WAIT_POLICY": "active"}, {"OMP_WAIT_POLICY": "active"}),
+    ],
+)
+def test_spinning_is_limited_unless_the_user_has_said_otherwise(
+    before: dict[str, str], after: dict[str, str]
+) -> None:
+    limit_spinning(before)
+    assert before == after
 
 
 def test_freed_memory_is_left_to_other_systems(monkeypatch: pytest.MonkeyPatch) -> None:

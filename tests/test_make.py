@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
+import time
+from pathlib import Path
 
 import pytest
 
@@ -45,3 +48,14 @@ def test_the_log_of_torchrun_lies_in_the_run_directory(args: list[str], run_dir:
 def test_a_second_call_installs_nothing() -> None:
     assert "pip install" not in make("-n", "train")
     assert "pip install" not in make("-n", "test")
+
+
+@pytest.mark.torchrun
+def test_smoke_reaches_90_percent_within_40_s(tmp_path: Path) -> None:
+    start = time.monotonic()
+    text = make("smoke", f"RUN_DIR={tmp_path / 'run'}")
+    assert time.monotonic() - start < 40
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert (report["world_size"], report["workload"]) == (2, "digits")
+    assert report["test_accuracy"] >= 0.90
+    assert f"test_accuracy {report['test_accuracy']:.4f}, 0.90 or more was required" in text

@@ -122,6 +122,19 @@ def test_any_optimizer_is_found_by_its_name(name: str) -> None:
     assert optimizer.param_groups[0]["weight_decay"] == 0.5
 
 
+def test_a_typed_zero_wins_over_the_optimizers_own_default() -> None:
+    weights = [nn.Parameter(torch.ones(2))]
+    assert make_optimizer("AdamW", weights, lr=0.1).param_groups[0]["weight_decay"] == 0.01
+    without = make_optimizer("AdamW", weights, lr=0.1, weight_decay=0.0)
+    assert without.param_groups[0]["weight_decay"] == 0.0
+
+
+def test_clipping_works_although_the_norm_overflows() -> None:
+    store = store_of(0.0, clip=1.0)
+    store.apply([torch.tensor([3e30, 4e30])])
+    assert store.state_dict()["0"].tolist() == pytest.approx([-0.6, -0.8], rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
