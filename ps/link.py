@@ -13,25 +13,23 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.futures import Future
 
 from ps.config import Config
 from ps.errors import LaunchError, PeerLost
 from ps.log import log
-from ps.protocol import Order, Result, Service, Train
+from ps.protocol import Order, Result, Service
 from ps.topology import SERVER_RANK, Topology
 
 try:
-    import torch.distributed.autograd as dist_autograd
     import torch.distributed.rpc as rpc
 except ImportError:  # builds without RPC fail in several ways here
     rpc = None  # type: ignore[assignment]
@@ -261,8 +259,9 @@ def _name(rank: int) -> str:
 
 
 def _num_threads(topology: Topology) -> int:
-    """Each trainer has one call at a time, and its backward may overlap the end of its last."""
-    return 2 * len(topology.trainers) if topology.is_server else 2
+    """The server computes in these threads: one for each trainer, as each makes one call at a
+    time, and one to spare for the goodbye of all."""
+    return len(topology.trainers) + 1 if topology.is_server else 2
 
 
 # RPC finds the server by this one name; nothing else may use it.
@@ -308,50 +307,16 @@ if rpc is not None and rpc.is_available():
     _answer_later = rpc.functions.async_execution(_answer_later)
 
 
-def context_gradients(context_id: int, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
-    """The gradients of these parameters in a dist_autograd context."""
-    gradients = dist_autograd.get_gradients(context_id)
-    return [gradients.get(parameter) for parameter in parameters]
-
-
-def local_gradients(context_id: int, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
-    """Take the gradients that a backward in this process left."""
-    gradients = [parameter.grad for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = None
-    return gradients
-
-
 class RpcLink:
     """The server, called over RPC (see protocol.Server)."""
 
-    def __init__(self) -> None:
-        self._context: Any = None
-
     def next_order(self, trainer: int, result: Result | None) -> Order:
         order: Order = _call(_answer_later, "next_order", trainer, result)
-        self._release_context()
         return order
 
-    @contextmanager
-    def context(self) -> Iterator[int]:
-        """Left open on success: the server reads the gradients when they are handed in."""
-        context = dist_autograd.context()
-        context_id: int = context.__enter__()
-        self._context = context
-        try:
-            yield context_id
-        except BaseException:
-            self._release_context()
-            raise
-
-    def forward(self, trainer: int, order: Train, inputs: Tensor) -> Tensor:
-        outputs: Tensor = _call(_answer, "forward", trainer, order, inputs)
+    def forward(self, trainer: int, epoch: int, batch: int, inputs: Tensor) -> Tensor:
+        outputs: Tensor = _call(_answer, "forward", trainer, epoch, batch, inputs)
         return outputs
-
-    def backward(self, context_id: int, loss: Tensor) -> None:
-        with _named_errors("backward"):
-            dist_autograd.backward(context_id, [loss])
 
     def evaluate(self, trainer: int, inputs: Tensor) -> Tensor:
         outputs: Tensor = _call(_answer, "evaluate", trainer, inputs)
@@ -363,35 +328,18 @@ class RpcLink:
     def fail(self, trainer: int, cause: str, exit_code: int) -> None:
         _call(_answer, "fail", trainer, cause, exit_code)
 
-    def _release_context(self) -> None:
-        if self._context is not None:
-            self._context.__exit__(None, None, None)
-            self._context = None
-
 
 def _call(function: Callable[..., Any], method: str, *args: Any) -> Any:
-    with _named_errors(method):
+    try:
         answer = rpc.rpc_sync(_name(SERVER_RANK), function, args=(method, *args))
+    except RuntimeError as error:
+        if "RPC ran for more than" in str(error):
+            limit = f"{rpc.get_rpc_timeout():.0f} s (--rpc-timeout)"
+            raise PeerLost(f"{method} got no answer from the server in {limit}") from None
+        raise PeerLost(f"lost the server during {method}: {_first_line(error)}") from None
     if isinstance(answer, _Raised):
         raise ServerError(f"on the server, {method}: {answer.text}\n\n{answer.traceback}")
     return answer
-
-
-@contextmanager
-def _named_errors(call: str) -> Iterator[None]:
-    """An error of the transport becomes PeerLost."""
-    try:
-        yield
-    except RuntimeError as error:
-        text = str(error)
-        if "RPC ran for more than" in text:
-            limit = f"{rpc.get_rpc_timeout():.0f} s"
-            raise PeerLost(
-                f"{call} got no answer from the server in {limit} (--rpc-timeout)"
-            ) from None
-        if "originated at tensorpipe" in text:
-            raise PeerLost(f"lost the server during {call}: {text.splitlines()[0]}") from None
-        raise
 
 
 class InProcessLink:
@@ -407,10 +355,3 @@ class InProcessLink:
     def next_order(self, trainer: int, result: Result | None) -> Order:
         order: Order = self._server.next_order(trainer, result).wait()
         return order
-
-    @contextmanager
-    def context(self) -> Iterator[int]:
-        yield 0
-
-    def backward(self, context_id: int, loss: Tensor) -> None:
-        loss.backward()

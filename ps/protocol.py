@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -43,15 +42,16 @@ class Finished:
 Order = Train | Evaluate | Wait | Finished
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Trained:
-    """Backward of that batch is done; its gradients wait on the server under context_id."""
+    """The loss of that batch, and what backward starts from on the server."""
 
     epoch: int
     batch: int
     samples: int
     loss: float
-    context_id: int
+    output_gradient: Tensor
+    """Gradient of the loss by the outputs of forward: of their shape and dtype, on the CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,12 @@ class Calls(Protocol):
     `trainer` is the rank of the caller. Each trainer makes one call at a time.
     """
 
-    def forward(self, trainer: int, order: Train, inputs: Tensor) -> Tensor:
-        """Run the model in training mode on its newest weights; outputs are on the CPU."""
+    def forward(self, trainer: int, epoch: int, batch: int, inputs: Tensor) -> Tensor:
+        """Run the model in training mode on its newest weights.
+
+        The outputs are on the CPU and carry no graph: that stays on the server until the
+        Trained of this batch is handed in.
+        """
 
     def evaluate(self, trainer: int, inputs: Tensor) -> Tensor:
         """Run the model in eval mode on the weights that the epoch ended with."""
@@ -99,12 +103,3 @@ class Server(Calls, Protocol):
 
     def next_order(self, trainer: int, result: Result | None) -> Order:
         """Hand in the finished order (None at first), get the next. Waits for one."""
-
-    def context(self) -> AbstractContextManager[int]:
-        """The scope of one training step; yields the context_id of its gradients.
-
-        They live until the next_order call that hands them in has returned.
-        """
-
-    def backward(self, context_id: int, loss: Tensor) -> None:
-        """Compute the gradients of the server's parameters from a scalar loss."""

@@ -150,7 +150,6 @@ def _build(topology: Topology, config: Config, name: str) -> _Job:
         Orders(plan),
         metrics,
         trainers=topology.trainers,
-        gradients=link.local_gradients if topology.is_alone else link.context_gradients,
         seed=config.seed,
         input_device=input_device,
     )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.futures import Future
 
 from ps.errors import TrainingFailed
@@ -21,7 +21,6 @@ from ps.randomness import SeededForward, step_seed
 from ps.store import Store
 from ps.topology import SERVER_RANK
 
-Gradients = Callable[[int, Sequence[nn.Parameter]], list[Tensor | None]]
 Answer = tuple[Future[Order], Order]
 
 
@@ -49,23 +48,22 @@ class ParameterServer:
         metrics: Metrics,
         *,
         trainers: Iterable[int],
-        gradients: Gradients,
         seed: int,
         input_device: torch.device | str = "cpu",
     ) -> None:
-        """gradients(context_id, parameters) hands over the gradients of one step."""
         self.ended = threading.Event()
         self._lock = threading.Lock()
-        self._store = store  # under _lock, as all below
+        self._store = store  # under _lock, as _orders to _outcome
         self._orders = orders
         self._metrics = metrics
+        # Each trainer's own: only its calls, one at a time, touch its replica and its outputs.
         self._replicas = {trainer: store.replica() for trainer in trainers}
+        self._outputs: dict[int, Tensor] = {}
         self._present = set(self._replicas)
         self._waiting: dict[int, tuple[float, Future[Order]]] = {}
         self._outcome: Outcome | None = None
         self._evaluation = store.replica()
         self._evaluation.module.eval()
-        self._gradients = gradients
         self._seed = seed
         self._input_device = input_device
 
@@ -84,27 +82,32 @@ class ParameterServer:
             return self._outcome, self._metrics.report(time.monotonic())
 
     def next_order(self, trainer: int, result: Result | None) -> Future[Order]:
-        """Take the finished order in; the future gives the next one."""
+        """Take the finished order in; the future gives the next one.
+
+        Backward runs here, in the caller's thread, beside those of other trainers.
+        """
         reply: Future[Order] = Future()
         lines: list[str | None] = []
+        gradients = self._backward(trainer, result) if isinstance(result, Trained) else []
         with self._lock:
             now = time.monotonic()
             if result is not None and self._outcome is None:
-                lines.append(self._take(trainer, result, now))
+                lines.append(self._take(trainer, result, gradients, now))
                 lines.append(self._metrics.progress(now))
             self._waiting[trainer] = (now, reply)
             answers = self._answers(now)
         self._send(answers, lines)
         return reply
 
-    def forward(self, trainer: int, order: Train, inputs: Tensor) -> Tensor:
+    def forward(self, trainer: int, epoch: int, batch: int, inputs: Tensor) -> Tensor:
         """See protocol.Calls. Runs in the caller's thread, beside those of other trainers."""
         replica = self._replicas[trainer]
         with self._lock:
             self._store.refresh(replica)
-        with SeededForward(step_seed(self._seed, order.epoch, order.batch)):
+        with SeededForward(step_seed(self._seed, epoch, batch)):
             outputs: Tensor = replica.module(inputs.to(self._input_device))
-        return outputs.to("cpu")
+        self._outputs[trainer] = outputs
+        return outputs.detach().to("cpu")
 
     def evaluate(self, trainer: int, inputs: Tensor) -> Tensor:
         """See protocol.Calls. The weights stay as they are while an evaluation is open."""
@@ -140,29 +143,47 @@ class ParameterServer:
             answers: list[Answer] = [(self._waiting.pop(t)[1], Wait()) for t in late]
         self._send(answers, [line])
 
-    def _take(self, trainer: int, result: Result, now: float) -> str | None:
+    def _backward(self, trainer: int, result: Trained) -> list[Tensor | None]:
+        """The gradients of the trainer's replica, in the order of Store.names."""
+        assert trainer in self._outputs, f"trainer {trainer} hands in a batch without forward"
+        outputs = self._outputs.pop(trainer)
+        outputs.backward(result.output_gradient.to(outputs.device))
+        parameters = self._replicas[trainer].parameters
+        gradients = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        return gradients
+
+    def _take(
+        self, trainer: int, result: Result, gradients: Sequence[Tensor | None], now: float
+    ) -> str | None:
         self._orders.check(trainer, result)
-        if isinstance(result, Trained):
-            try:
-                self._apply(trainer, result)
-            except TrainingFailed as error:
-                where = f"trainer rank {trainer}, epoch {result.epoch + 1}, batch {result.batch}"
-                self._end(Outcome("failed", error.exit_code, f"{where}: {error}"))
-                return None
-            self._metrics.taken_back(now)
-        line = self._metrics.evaluated(result) if isinstance(result, Evaluated) else None
+        line = None
+        if isinstance(result, Evaluated):
+            line = self._metrics.evaluated(result)
+        elif not self._apply(trainer, result, gradients, now):
+            return None
         evaluating = self._orders.evaluating
         self._orders.finish(trainer, result)
         if self._orders.evaluating != evaluating:
             self._store.refresh(self._evaluation)
         return line
 
-    def _apply(self, trainer: int, result: Trained) -> None:
+    def _apply(
+        self, trainer: int, result: Trained, gradients: Sequence[Tensor | None], now: float
+    ) -> bool:
         replica = self._replicas[trainer]
         staleness = self._store.version - replica.version
-        self._store.apply(self._gradients(result.context_id, replica.parameters))
+        try:
+            self._store.apply(gradients)
+        except TrainingFailed as error:
+            where = f"trainer rank {trainer}, epoch {result.epoch + 1}, batch {result.batch}"
+            self._end(Outcome("failed", error.exit_code, f"{where}: {error}"))
+            return False
         self._store.take_buffers(replica)
         self._metrics.trained(result, staleness)
+        self._metrics.taken_back(now)
+        return True
 
     def _answers(self, now: float) -> list[Answer]:
         """Orders for those who wait, first come first served."""

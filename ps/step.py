@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from ps.errors import TrainingFailed
 from ps.protocol import Evaluate, Evaluated, Result, Server, Train, Trained
 from ps.randomness import seed_process, step_seed
 from ps.workload import Workload, fetch
 
 
 class ServerSideWorker:
-    """--compute server: the trainer brings the batch, computes the loss and starts backward."""
+    """--compute server: the trainer brings the batch, computes the loss and starts backward.
+
+    Backward is cut at the outputs: the trainer's part ends in their gradient, which it hands in
+    with the order, and the server's part goes on from there. Two calls make a step.
+    """
 
     def __init__(self, trainer: int, server: Server, workload: Workload, seed: int) -> None:
         self._trainer = trainer
@@ -23,11 +28,12 @@ class ServerSideWorker:
     def _train(self, order: Train) -> Trained:
         seed_process(step_seed(self._seed, order.epoch, order.batch))
         inputs, targets = fetch(self._workload.train, order.indices)
-        with self._server.context() as context_id:
-            outputs = self._server.forward(self._trainer, order, inputs)
-            loss = self._workload.loss(outputs, targets)
-            self._server.backward(context_id, loss)
-        return Trained(order.epoch, order.batch, len(order.indices), loss.item(), context_id)
+        outputs = self._server.forward(self._trainer, order.epoch, order.batch, inputs)
+        loss = self._workload.loss(outputs.requires_grad_(), targets)
+        loss.backward()
+        if outputs.grad is None:
+            raise TrainingFailed("the loss does not depend on the outputs of the model")
+        return Trained(order.epoch, order.batch, len(order.indices), loss.item(), outputs.grad)
 
     def _evaluate(self, order: Evaluate) -> Evaluated:
         inputs, targets = fetch(self._workload.test, range(order.start, order.stop))

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
-from ps import link
 from ps.metrics import Metrics
 from ps.orders import Orders, Plan, permutation
 from ps.randomness import step_seed
@@ -41,7 +39,6 @@ def server_of(
     batch_size: int = 8,
     epochs: int = 1,
     seed: int = 0,
-    gradients: Callable[..., Any] = link.local_gradients,
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
     slice_size: int = 40,
 ) -> Parts:
@@ -55,9 +52,7 @@ def server_of(
     )
     model = make_model(workload, seed)
     store, orders, metrics = Store(model, optimizer(model)), Orders(plan), Metrics(plan)
-    server = ParameterServer(
-        store, orders, metrics, trainers=trainers, gradients=gradients, seed=seed
-    )
+    server = ParameterServer(store, orders, metrics, trainers=trainers, seed=seed)
     return Parts(server, store, orders, metrics, workload, plan)
 
 

@@ -58,10 +58,9 @@ def connect(request: pytest.FixtureRequest) -> Callable[..., tuple[Server, Parts
         request.getfixturevalue("rpc_group")
 
     def connected(**options: object) -> tuple[Server, Parts]:
+        parts = server_of(**options)  # type: ignore[arg-type]
         if request.param == "in-process":
-            parts = server_of(**options)  # type: ignore[arg-type]
             return link.InProcessLink(parts.server), parts
-        parts = server_of(gradients=link.context_gradients, **options)  # type: ignore[arg-type]
         link.serve(parts.server)
         return link.RpcLink(), parts
 
@@ -105,15 +104,7 @@ def test_staleness_is_the_updates_between_forward_and_apply(connect: Connect) ->
     first, second = server.next_order(1, None), server.next_order(2, None)
     assert isinstance(first, Train) and isinstance(second, Train)
     stale = step(server, parts, first, trainer=1)
-
-    def overtake() -> None:
-        """In a thread of its own, as torch keeps one context for each."""
-        other = link.RpcLink() if isinstance(server, link.RpcLink) else server
-        other.next_order(2, step(other, parts, second, trainer=2))
-
-    thread = threading.Thread(target=overtake)
-    thread.start()
-    thread.join(10)
+    server.next_order(2, step(server, parts, second, trainer=2))
     server.next_order(1, stale)
     assert (parts.metrics.updates, parts.metrics.staleness_sum) == (2, 1)
     assert parts.metrics.staleness_max == 1
@@ -126,7 +117,7 @@ def test_an_error_in_the_model_reaches_the_trainer_with_its_words(
     order = server.next_order(1, None)
     assert isinstance(order, Train)
     with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
-        server.forward(1, order, torch.ones(2, 5))
+        server.forward(1, order.epoch, order.batch, torch.ones(2, 5))
     assert capfd.readouterr().err == ""  # once, and that is the trainer's part
 
 
@@ -137,10 +128,8 @@ def test_a_gradient_that_is_not_finite_ends_the_job_and_sends_everybody_home(
     before = parts.store.state_dict()["0.weight"].clone()
     order = server.next_order(1, None)
     assert isinstance(order, Train)
-    with server.context() as context_id:
-        outputs = server.forward(1, order, torch.full((8, 6), float("inf")))
-        server.backward(context_id, outputs.sum())
-    result = Trained(order.epoch, order.batch, 8, 1.0, context_id)
+    outputs = server.forward(1, 0, 0, torch.ones(8, 6))
+    result = Trained(0, 0, 8, 1.0, torch.full_like(outputs, float("inf")))
     assert isinstance(server.next_order(1, result), Finished)
     assert isinstance(server.next_order(2, None), Finished)
     outcome = parts.server.outcome
@@ -218,21 +207,6 @@ def test_a_call_that_takes_longer_than_its_limit_names_call_and_option(rpc_group
             link.RpcLink().evaluate(1, torch.ones(1))
     finally:
         link.rpc._set_rpc_timeout(20.0)
-
-
-def test_a_context_is_released_once_its_gradients_are_handed_in(rpc_group: None) -> None:
-    parts = server_of(perceptron(), gradients=link.context_gradients)
-    link.serve(parts.server)
-    server = link.RpcLink()
-    order = server.next_order(1, None)
-    assert isinstance(order, Train)
-    for _ in range(3):
-        result = step(server, parts, order)
-        following = server.next_order(1, result)
-        assert isinstance(following, Train)
-        order = following
-        with pytest.raises(RuntimeError, match="Could not find autograd context"):
-            link.context_gradients(result.context_id, [])
 
 
 def test_a_rank_that_is_connected_has_not_arrived_before_it_is_ready() -> None:

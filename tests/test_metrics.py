@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
 from ps.metrics import PROGRESS_INTERVAL_S, Metrics
 from ps.orders import Plan
@@ -25,7 +26,7 @@ def metrics_of(*, train: int = 96, test: int = 10, batch: int = 32, epochs: int 
 
 
 def trained(batch: int = 0, *, epoch: int = 0, samples: int = 32, loss: float = 1.0) -> Trained:
-    return Trained(epoch, batch, samples, loss, context_id=0)
+    return Trained(epoch, batch, samples, loss, output_gradient=torch.zeros(0))
 
 
 def step(metrics: Metrics, start: float, stop: float, result: Trained, staleness: int = 0) -> None:

@@ -8,11 +8,14 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ps.orders import Orders, Plan, permutation
 from ps.protocol import Evaluate, Evaluated, Result, Train, Trained
+
+NO_GRADIENT = torch.zeros(0)
 
 
 def plan_of(
@@ -36,7 +39,7 @@ def plan_of(
 
 def result_of(order: Train | Evaluate) -> Result:
     if isinstance(order, Train):
-        return Trained(order.epoch, order.batch, len(order.indices), 0.0, 0)
+        return Trained(order.epoch, order.batch, len(order.indices), 0.0, NO_GRADIENT)
     return Evaluated(order.epoch, order.slice, order.stop - order.start, 0.0, 0)
 
 
@@ -313,8 +316,8 @@ def test_taking_while_holding_is_a_broken_promise() -> None:
 @pytest.mark.parametrize(
     ("result", "named"),
     [
-        (Trained(0, 1, 4, 0.0, 0), r"\('batch', 0, 1\)"),
-        (Trained(1, 0, 4, 0.0, 0), r"\('batch', 1, 0\)"),
+        (Trained(0, 1, 4, 0.0, NO_GRADIENT), r"\('batch', 0, 1\)"),
+        (Trained(1, 0, 4, 0.0, NO_GRADIENT), r"\('batch', 1, 0\)"),
         (Evaluated(0, 0, 4, 0.0, 0), r"\('slice', 0, 0\)"),
     ],
 )
@@ -331,7 +334,7 @@ def test_finishing_another_order_than_the_one_held_is_a_broken_promise(
 def test_finishing_without_holding_is_a_broken_promise() -> None:
     orders = Orders(plan_of())
     with pytest.raises(AssertionError, match=r"^trainer 2 holds None, not \('batch', 0, 0\)$"):
-        orders.finish(2, Trained(0, 0, 4, 0.0, 0))
+        orders.finish(2, Trained(0, 0, 4, 0.0, NO_GRADIENT))
 
 
 def test_finishing_the_same_order_twice_is_a_broken_promise() -> None:

@@ -77,6 +77,9 @@ def test_a_result_that_comes_twice_is_refused_and_not_applied_again() -> None:
     assert isinstance(order, Train)
     result = done(order, parts, 1)
     parts.server.next_order(1, result)
+    with pytest.raises(AssertionError, match="trainer 1 hands in a batch without forward"):
+        parts.server.next_order(1, result)
+    parts.server.forward(1, 0, 1, torch.randn(8, 6))
     with pytest.raises(AssertionError, match="trainer 1 holds"):
         parts.server.next_order(1, result)
     assert parts.store.version == 1
