@@ -14,10 +14,10 @@ import time
 import traceback
 from collections.abc import MutableMapping, Sequence
 
-from ps import interruption, log, machine
+from ps import gate, interruption, log, machine
 from ps.config import parse_args
 from ps.errors import Interrupted, PsError
-from ps.preparation import prepare
+from ps.preparation import prepare, ready_bound_s
 from ps.topology import Topology
 
 HOLD_S = 10.0
@@ -40,6 +40,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
             from ps.run import run_server  # late on purpose: this is what loads torch
 
             return run_server(topology, config, prepared)
+        gate.wait(topology, machine.usable_cores(), ready_bound_s(config))
         from ps.run import run_trainer
 
         return run_trainer(topology, config)

@@ -20,7 +20,7 @@ from ps.files import replacing
 from ps.log import log
 from ps.metrics import Metrics
 from ps.orders import Orders, Plan
-from ps.preparation import Prepared
+from ps.preparation import Prepared, ready_bound_s
 from ps.schedule import schedule_factor
 from ps.server import Outcome, ParameterServer
 from ps.step import ServerSideWorker
@@ -48,6 +48,7 @@ def run_server(topology: Topology, config: Config, prepared: Prepared) -> int:
     except BaseException:
         prepared.run_dir.discard()
         raise
+    prepared.gate.open()
     prepared.run_dir.publish()
     _announce_plan(job, topology, config)
     group = None
@@ -79,7 +80,7 @@ def run_trainer(topology: Topology, config: Config) -> int:
     machine.keep_freed_memory()
     torch.set_num_threads(1)
     rendezvous = _meet(topology, config)
-    name = rendezvous.announced(catalogue.FETCH_BOUND_S + config.start_timeout)
+    name = rendezvous.announced(ready_bound_s(config))
     workload = catalogue.load(name, config)
     rendezvous.gather()
     group = link.RpcGroup(topology, rendezvous, config)

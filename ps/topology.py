@@ -22,6 +22,8 @@ class Topology:
     restart_count: int = 0
     agent_hosts_store: bool = False
     """Whether torchrun itself serves the store at master_addr:master_port."""
+    run_id: str | None = None
+    """torchrun's name for the job, the same on all ranks and attempts."""
     error_file: str | None = None
     """Where torchrun looks for this rank's error; it lies in torchrun's log directory."""
 
@@ -62,6 +64,7 @@ class Topology:
             master_port=_number(environ, "MASTER_PORT", least=1, most=65535),
             restart_count=_number(environ, "TORCHELASTIC_RESTART_COUNT", least=0, default=0),
             agent_hosts_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            run_id=environ.get("TORCHELASTIC_RUN_ID"),
             error_file=environ.get("TORCHELASTIC_ERROR_FILE"),
         )
 

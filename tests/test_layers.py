@@ -14,7 +14,7 @@ from benchmarks.jobs import ROOT
 LAYERS = [
     ("ps.errors", "ps.files"),
     ("ps.log", "ps.schedule", "ps.topology", "ps.machine", "ps.interruption"),
-    ("ps.config", "ps.protocol"),
+    ("ps.config", "ps.protocol", "ps.gate"),
     ("ps.orders", "ps.randomness", "ps.devices", "ps.store", "ps.workload", "ps.rundir", "ps.link"),
     ("ps.metrics", "ps.workloads.mnist_files", "ps.workloads.images"),
     ("ps.server", "ps.step", "ps.workloads.mnist", "ps.workloads.digits"),
@@ -32,11 +32,18 @@ DOORS = {
     "subprocess": {"ps.workloads.mnist_files"},
     "importlib": {"ps.workload"},
     "ctypes": {"ps.machine"},
-    "socket": {"ps.link", "ps.workloads.mnist_files"},
+    "socket": {"ps.gate", "ps.link", "ps.workloads.mnist_files"},
 }
 NO_TORCH = {
     *("launch", "ps.errors", "ps.files", "ps.log", "ps.schedule", "ps.topology", "ps.machine"),
-    *("ps.config", "ps.interruption", "ps.rundir", "ps.preparation", "ps.workloads.mnist_files"),
+    *(
+        "ps.config",
+        "ps.gate",
+        "ps.interruption",
+        "ps.rundir",
+        "ps.preparation",
+        "ps.workloads.mnist_files",
+    ),
     "ps.workloads.catalogue",
 }
 PATHS = [ROOT / "launch.py", *sorted((ROOT / "ps").rglob("*.py"))]

@@ -15,6 +15,7 @@ GOOD = {
     "MASTER_PORT": "29500",
     "TORCHELASTIC_RESTART_COUNT": "3",
     "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_RUN_ID": "job-7",
     "TORCHELASTIC_ERROR_FILE": "/tmp/log/attempt_3/2/error.json",
 }
 COMMAND = "torchrun --standalone --nproc_per_node=4 launch.py"
@@ -42,6 +43,7 @@ def test_every_variable_of_torchrun_is_read() -> None:
         master_port=29500,
         restart_count=3,
         agent_hosts_store=True,
+        run_id="job-7",
         error_file="/tmp/log/attempt_3/2/error.json",
     )
 

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+
+import pytest
+
+from ps import gate
+from ps.topology import Topology
+
+
+def topology_of(rank: int, run_id: str | None) -> Topology:
+    return Topology(rank=rank, world_size=6, master_addr="127.0.0.1", master_port=1, run_id=run_id)
+
+
+def start_waiting(rank: int, run_id: str | None, num_cores: int = 2) -> threading.Thread:
+    thread = threading.Thread(
+        target=gate.wait, args=(topology_of(rank, run_id), num_cores, 20.0), daemon=True
+    )
+    thread.start()
+    return thread
+
+
+@pytest.fixture
+def run_id() -> str:
+    return uuid.uuid4().hex
+
+
+def test_ranks_beyond_the_cores_wait_until_the_gate_opens(run_id: str) -> None:
+    closed = gate.Gate(topology_of(0, run_id))
+    threads = [start_waiting(rank, run_id) for rank in (2, 3, 4, 5)]
+    time.sleep(0.3)
+    assert all(thread.is_alive() for thread in threads)
+    closed.open()
+    for thread in threads:
+        thread.join(2)
+    assert not any(thread.is_alive() for thread in threads)
+    closed.open()
+
+
+def test_a_rank_that_has_a_core_does_not_wait(run_id: str) -> None:
+    closed = gate.Gate(topology_of(0, run_id))
+    start = time.monotonic()
+    gate.wait(topology_of(1, run_id), 2, 20.0)
+    assert time.monotonic() - start < 0.1
+    closed.open()
+
+
+def test_a_rank_that_is_earlier_than_rank_0_waits_all_the_same(run_id: str) -> None:
+    thread = start_waiting(2, run_id)
+    time.sleep(0.2)
+    closed = gate.Gate(topology_of(0, run_id))
+    time.sleep(0.3)
+    assert thread.is_alive()
+    closed.open()
+    thread.join(2)
+    assert not thread.is_alive()
+
+
+def test_without_a_gate_the_rank_goes_on_soon(run_id: str) -> None:
+    start = time.monotonic()
+    gate.wait(topology_of(2, run_id), 2, 20.0)
+    assert time.monotonic() - start < gate.APPEAR_BOUND_S + 1
+
+
+def test_without_torchrun_nobody_waits() -> None:
+    start = time.monotonic()
+    gate.Gate(topology_of(0, None)).open()
+    gate.wait(topology_of(2, None), 2, 20.0)
+    assert time.monotonic() - start < 0.1
