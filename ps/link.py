@@ -96,7 +96,7 @@ class Rendezvous:
             who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
             if waited_s > bound_s:
                 raise LaunchError(
-                    f"{who} did not come {what} within {bound_s:.0f} s (--start-timeout)"
+                    f"gave up waiting for {who} {what} after {bound_s:.0f} s (--start-timeout)"
                 )
             if waited_s > (reminded + 1) * remind_s:
                 reminded += 1

@@ -57,7 +57,7 @@ def run_server(topology: Topology, config: Config, prepared: Prepared) -> int:
             group = _serve(job, topology, config, rendezvous)
         except PsError as error:
             job.server.stop(Outcome("failed", error.exit_code, str(error)))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             cause = f"{topology.role} rank {topology.rank}: {_in_one_line(error)}"
             job.server.stop(Outcome("failed", _explain(error, topology), cause))
         interruption.ignore()

@@ -179,7 +179,7 @@ def test_a_linear_model_stays_clearly_below_the_net(workload: Workload) -> None:
         assert isinstance(workload.test, Images)
         return accuracy(model, workload.test, 2000)
 
-    line, net = trained(linear, 3, 0.01), trained(conv_net, 1, 0.02)
+    line, net = trained(linear, 10, 0.01), trained(conv_net, 1, 0.02)
     assert line > 0.4, "the linear model was not trained"
     assert net - line >= 0.05, f"linear {line:.3f}, net {net:.3f}"
 
