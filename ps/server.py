@@ -36,7 +36,7 @@ class Outcome:
 
 
 class ParameterServer:
-    """Answers the trainers' calls (see protocol.Server), from any number of threads.
+    """Answers the trainers' calls (see protocol.Service), from any number of threads.
 
     Nothing here waits: a trainer that must wait holds a future, and no thread.
     """
