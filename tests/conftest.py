@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import uuid
 from collections.abc import Iterator
 
 import psutil
 import pytest
+
+from ps.log import log
 
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -29,6 +32,15 @@ def nothing_left_running(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for stray in strays:
         stray.kill()
     assert not strays, f"the test left processes behind: {strays}"
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """The warnings and errors that our log is given during the test."""
+    log.addHandler(caplog.handler)
+    with caplog.at_level(logging.WARNING, logger="ps"):
+        yield caplog
+    log.removeHandler(caplog.handler)
 
 
 def _carries(process: psutil.Process, mark: str) -> bool:

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from ps.config import Config
 from ps.errors import ConfigError
-from ps.log import log
 from ps.workloads import catalogue, mnist_files
 
 DATA_DIR = Path("some/data")
 REASON = "the mirror is gone"
-
-
-@pytest.fixture
-def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    log.addHandler(caplog.handler)
-    with caplog.at_level(logging.WARNING, logger="ps"):
-        yield caplog
-    log.removeHandler(caplog.handler)
 
 
 def fetching(monkeypatch: pytest.MonkeyPatch, *, works: bool) -> list[tuple[Path, str, float]]:

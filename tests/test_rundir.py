@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import stat
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from ps.errors import ConfigError
-from ps.log import log
 from ps.rundir import RunDirectory
 
 
@@ -24,14 +21,6 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.chdir(folder)
     return folder
-
-
-@pytest.fixture
-def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    log.addHandler(caplog.handler)
-    with caplog.at_level(logging.WARNING, logger="ps"):
-        yield caplog
-    log.removeHandler(caplog.handler)
 
 
 def names_in(folder: Path | str) -> list[str]:
