@@ -37,6 +37,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
         if topology.is_server:
             interruption.raise_once()
             prepared = prepare(topology, config)
+            interruption.end_after(prepared.run_dir.discard)
             from ps.run import run_server  # late on purpose: this is what loads torch
 
             return run_server(topology, config, prepared)

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.futures import Future
 
+from ps import interruption
 from ps.config import Config
 from ps.errors import LaunchError, PeerLost
 from ps.log import log
@@ -92,6 +93,7 @@ class Rendezvous:
         start = time.monotonic()
         reminded = 0
         while ranks := lacking():
+            interruption.check()
             waited_s = time.monotonic() - start
             who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
             if waited_s > bound_s:

@@ -39,7 +39,6 @@ def run_server(topology: Topology, config: Config, prepared: Prepared) -> int:
 
     Raises:
         PsError: the job could not start; nothing is left behind.
-        Interrupted: as PsError.
     """
     machine.keep_freed_memory()
     try:
@@ -49,10 +48,11 @@ def run_server(topology: Topology, config: Config, prepared: Prepared) -> int:
         prepared.run_dir.discard()
         raise
     prepared.gate.open()
-    prepared.run_dir.publish()
-    _announce_plan(job, topology, config)
     group = None
     try:
+        interruption.raise_once()
+        prepared.run_dir.publish()
+        _announce_plan(job, topology, config)
         try:
             group = _serve(job, topology, config, rendezvous)
         except PsError as error:
@@ -188,6 +188,7 @@ def _wait_until_ended(server: ParameterServer, rpc_timeout_s: float) -> None:
     goodbye_since: float | None = None
     tick_s = min(TICK_S, rpc_timeout_s / 4)
     while not server.ended.wait(tick_s):
+        interruption.check()
         server.tick(max_wait_s=rpc_timeout_s / 2)
         if server.outcome is None:
             continue

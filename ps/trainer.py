@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ps import interruption
 from ps.protocol import Finished, Result, Server, Wait
 from ps.step import ServerSideWorker
 
@@ -10,5 +11,6 @@ def train(trainer: int, server: Server, worker: ServerSideWorker) -> None:
     """Work on orders until there are no more, then leave."""
     result: Result | None = None
     while not isinstance(order := server.next_order(trainer, result), Finished):
+        interruption.check()
         result = None if isinstance(order, Wait) else worker.do(order)
     server.leave(trainer)

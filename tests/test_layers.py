@@ -13,8 +13,8 @@ from benchmarks.jobs import ROOT
 # A module may import only from lines above its own.
 LAYERS = [
     ("ps.errors", "ps.files"),
-    ("ps.log", "ps.schedule", "ps.topology", "ps.machine", "ps.interruption"),
-    ("ps.config", "ps.protocol", "ps.gate"),
+    ("ps.log", "ps.schedule", "ps.topology", "ps.machine"),
+    ("ps.interruption", "ps.config", "ps.protocol", "ps.gate"),
     ("ps.orders", "ps.randomness", "ps.devices", "ps.store", "ps.workload", "ps.rundir", "ps.link"),
     ("ps.metrics", "ps.workloads.mnist_files", "ps.workloads.images"),
     ("ps.server", "ps.step", "ps.workloads.mnist", "ps.workloads.digits"),
