@@ -1,1 +1,1 @@
-"""What this project claims about speed, as commands: python -m benchmarks.rate, and so on."""
+"""What this project claims about speed, as commands: python -m benchmarks.bench, and so on."""

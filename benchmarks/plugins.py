@@ -4,15 +4,54 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.idle import SLEEP_S
 from ps.config import Config
-from ps.workload import Workload
+from ps.workload import Samples, Workload, fetch
 from ps.workloads import digits
+
+UPDATES_VARIABLE = "BENCH_UPDATES"
+
+
+class First:
+    """The first samples of a data set."""
+
+    def __init__(self, samples: Samples, count: int) -> None:
+        self._samples = samples
+        self._count = min(count, len(samples))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> Any:
+        return self._samples[index]
+
+    def batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        return fetch(self._samples, indices)
+
+
+def some_digits(config: Config) -> Workload:
+    """The workload digits with an epoch of BENCH_UPDATES updates, and few test samples."""
+    count = config.batch_size * int(os.environ[UPDATES_VARIABLE])
+    whole = digits.build(config)
+    return replace(whole, train=First(whole.train, count), test=First(whole.test, 200))
+
+
+def small_perceptron(config: Config) -> Workload:
+    """The digits with a net whose step takes well below a millisecond: the rest is overhead."""
+    return replace(digits.build(config), name="small perceptron", model=_perceptron)
+
+
+def _perceptron() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 10), nn.LogSoftmax(dim=1)
+    )
 
 
 def sleeping(config: Config) -> Workload:

@@ -75,7 +75,7 @@ class Config:
         metavar="URL",
     )
     epochs: int = option(1, "passes over the training set", group="training", least=1)
-    batch_size: int = option(32, "samples in one update", group="training", least=1)
+    batch_size: int = option(32, "samples that are computed at once", group="training", least=1)
     optimizer: str = option("SGD", "any optimizer of torch.optim, by name", group="training")
     lr: float = option(0.03, "learning rate", group="training", above=0)
     momentum: float | None = option(
@@ -95,15 +95,24 @@ class Config:
     )
     compute: str = option(
         "server",
-        "where forward and backward run: on the server, called by the trainers over RPC",
+        "where forward and backward run: server (one replica for each trainer there), or trainer "
+        "(each on a copy of the weights)",
         group="machine",
-        choices=("server",),
+        choices=("server", "trainer"),
     )
     staleness: str = option(
         "inf",
-        "updates a gradient may be behind: inf applies each when it arrives",
+        "inf applies each gradient when it arrives; K lets no trainer start an order when it is "
+        "more than K ahead of the slowest; 0 makes one update of a gradient of each trainer",
         group="machine",
-        choices=("inf",),
+        metavar="inf|K|0",
+    )
+    link: str = option(
+        "auto",
+        "how trainers reach the server: local (Unix socket and shared memory), rpc (torch's RPC), "
+        "or auto: local if it works here, else rpc",
+        group="machine",
+        choices=("auto", "local", "rpc"),
     )
     num_gpus: int = option(
         0,
@@ -118,6 +127,28 @@ class Config:
         group="machine",
         least=0,
         most=1024,
+    )
+    precision: str = option(
+        "float32",
+        "what the model computes in; weights, gradients and optimizer stay float32",
+        group="machine",
+        choices=("float32", "bfloat16"),
+    )
+    channels_last: bool | None = option(
+        None,
+        "images and weights in channels_last memory format; without either flag it is on for "
+        "the built-in workloads, and for a plug-in what it says itself",
+        group="machine",
+    )
+    accumulate: int = option(
+        1, "batches of --batch-size in one gradient", group="training", least=1, most=2**20
+    )
+    num_workers: int = option(
+        0,
+        "processes of each trainer that load batches ahead, 0 to load them in the trainer",
+        group="machine",
+        least=0,
+        most=256,
     )
     run_dir: Path | None = option(
         None,
@@ -139,6 +170,14 @@ class Config:
         for spec in fields(self):
             _check(spec.name, getattr(self, spec.name), spec.metadata)
         schedule_factor(self.lr_schedule)
+        if self.staleness != "inf" and not self.staleness.isdecimal():
+            raise ConfigError(
+                f"--staleness must be inf or a whole number, 0 or more, got {self.staleness!r}"
+            )
+        if self.compute == "trainer" and self.num_gpus:
+            raise ConfigError(
+                f"--num-gpus {self.num_gpus} is for --compute server; trainers compute on the CPU"
+            )
         if not self.data_mirror.startswith(("http://", "https://")):
             raise ConfigError(
                 f"--data-mirror must start with http:// or https://, got {self.data_mirror!r}"
@@ -147,6 +186,11 @@ class Config:
             raise ConfigError(
                 f"--workload must be auto, mnist, digits or module:function, got {self.workload!r}"
             )
+
+    @property
+    def max_lag(self) -> int | None:
+        """--staleness as a number of orders, None without a limit."""
+        return None if self.staleness == "inf" else int(self.staleness)
 
 
 def flag(name: str) -> str:
@@ -198,12 +242,13 @@ def parse_args(argv: Sequence[str]) -> Config:
         group = spec.metadata["group"]
         if group not in groups:
             groups[group] = parser.add_argument_group(group)
-        groups[group].add_argument(flag(spec.name), **_argument(spec.default, spec.metadata))
+        groups[group].add_argument(
+            flag(spec.name), **_argument(_kind(str(spec.type)), spec.default, spec.metadata)
+        )
     return Config(**vars(parser.parse_args(argv)))
 
 
-def _argument(default: Any, metadata: Any) -> dict[str, Any]:
-    kind = _kind(default, metadata)
+def _argument(kind: type, default: Any, metadata: Any) -> dict[str, Any]:
     text = metadata["help"].replace("%", "%%")
     limits = [
         f"{word} {metadata[key]}"
@@ -212,16 +257,18 @@ def _argument(default: Any, metadata: Any) -> dict[str, Any]:
     ]
     notes = [*([f"default: {default}"] if default is not None else []), *limits]
     text += f" ({'; '.join(notes)})" if notes else ""
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction, "default": default, "help": text}
     choices = metadata["choices"]
     metavar = metadata["metavar"] or ("|".join(choices) if choices else _metavar(kind))
     return {"type": _named(kind), "default": default, "help": text, "metavar": metavar}
 
 
-def _kind(default: Any, metadata: Any) -> type:
-    """Options without a default are folders, or numbers if they have a limit."""
-    if default is None:
-        return Path if metadata["least"] is None else float
-    return Path if isinstance(default, Path) else type(default)
+def _kind(annotation: str) -> type:
+    """The type in an annotation such as `float | None`."""
+    return {"str": str, "int": int, "float": float, "bool": bool, "Path": Path}[
+        annotation.removesuffix(" | None")
+    ]
 
 
 def _metavar(kind: type) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import re
 import sys
 from collections.abc import MutableMapping
 from pathlib import Path
@@ -40,6 +41,31 @@ def _quota_cores(cgroup: Path) -> float | None:
     if quota in ("max", "-1"):
         return None
     return int(quota) / int(period)
+
+
+def available_memory_bytes(cgroup: Path = CGROUP, meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Memory that can still be taken: what the host has left, or this cgroup if that is less.
+
+    File cache does not count as taken: it gives way.
+    """
+    available = [_host_available_bytes(meminfo)]
+    for limit, current, stat in (
+        ("memory.max", "memory.current", "memory.stat"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+    ):
+        try:
+            used = int((cgroup / current).read_text())
+            cached = re.search(r"^inactive_file (\d+)$", (cgroup / stat).read_text(), re.M)
+            used -= int(cached[1]) if cached else 0
+            available.append(int((cgroup / limit).read_text()) - used)
+        except (OSError, ValueError):
+            continue  # no such cgroup version, or no limit
+    return max(0, min(available))
+
+
+def _host_available_bytes(meminfo: Path) -> int:
+    found = re.search(r"^MemAvailable: +(\d+) kB$", meminfo.read_text(), re.M)
+    return int(found[1]) * 1024 if found else sys.maxsize
 
 
 def threads_per_pass(cores: int, num_trainers: int) -> int:

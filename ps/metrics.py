@@ -5,7 +5,10 @@ Pure: the caller passes the time (seconds of a monotonic clock) and writes the l
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
 
 from ps.orders import Plan
 from ps.protocol import Evaluated, Trained
@@ -52,30 +55,71 @@ class _Since:
 
     training_s: float = 0.0
     epoch: int = 0
-    updates: int = 0
+    orders: int = 0
     samples: int = 0
     loss_sum: float = 0.0
     staleness: int = 0
 
     def add(self, epoch: int, samples: int, loss_sum: float, staleness: int) -> None:
         self.epoch = epoch
-        self.updates += 1
+        self.orders += 1
         self.samples += samples
         self.loss_sum += loss_sum
         self.staleness += staleness
 
 
+@dataclass(slots=True)
+class _Trainer:
+    """What one trainer did."""
+
+    orders: int = 0
+    samples: int = 0
+    busy_s: float = 0.0
+    """From handing out to handing in, over all its orders."""
+    busy_since: float | None = None
+    staleness: Counter[int] = field(default_factory=Counter)
+    """How many of its gradients had which staleness."""
+
+    def report(self) -> dict[str, object]:
+        return {
+            "orders": self.orders,
+            "samples": self.samples,
+            "order_s": self.busy_s / self.orders if self.orders else None,
+            **_staleness(self.staleness),
+        }
+
+
+def _staleness(counts: Counter[int]) -> dict[str, object]:
+    """Mean, 99th percentile (nearest rank) and maximum; None where there are none."""
+    total = counts.total()
+    if not total:
+        return dict.fromkeys(("staleness_mean", "staleness_p99", "staleness_max"))
+    return {
+        "staleness_mean": sum(value * count for value, count in counts.items()) / total,
+        "staleness_p99": _at_rank(counts, math.ceil(0.99 * total)),
+        "staleness_max": max(counts),
+    }
+
+
+def _at_rank(counts: Counter[int], rank: int) -> int:
+    """The value at that place, from 1, of all values sorted."""
+    for value in sorted(counts):
+        rank -= counts[value]
+        if rank <= 0:
+            return value
+    raise AssertionError("rank is beyond the number of values")
+
+
 class Metrics:
     """Counts what the server applied. The caller holds a lock around every call."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, trainers: Iterable[int]) -> None:
         self._plan = plan
+        self._trainers = {trainer: _Trainer() for trainer in trainers}
         self.updates = 0
         self.samples_trained = 0
         self.training_s = 0.0
         """Time in which at least one training order was out: what the rate is over."""
-        self.staleness_sum = 0
-        self.staleness_max = 0
         self.history: list[EpochRecord] = []
         self._orders_out = 0
         self._busy_since = 0.0
@@ -84,24 +128,34 @@ class Metrics:
         self._printed_at = float("-inf")
         self._since = _Since()
 
-    def handed_out(self, now: float) -> None:
+    def handed_out(self, trainer: int, now: float) -> None:
         """A training order went out."""
+        self._trainers[trainer].busy_since = now
         if self._orders_out == 0:
             self._busy_since = now
         self._orders_out += 1
 
-    def taken_back(self, now: float) -> None:
-        """A training order is no longer out: its gradient was applied, or its trainer left."""
+    def handed_in(self, trainer: int, now: float) -> None:
+        """A training order is no longer out: it was handed in, or its trainer left."""
+        record = self._trainers[trainer]
+        assert record.busy_since is not None
+        record.busy_s += now - record.busy_since
+        record.busy_since = None
         self._orders_out -= 1
         if self._orders_out == 0:
             self.training_s += now - self._busy_since
 
-    def trained(self, result: Trained, staleness: int) -> None:
-        """A gradient was applied."""
+    def updated(self) -> None:
+        """The optimizer took a step."""
         self.updates += 1
+
+    def trained(self, trainer: int, result: Trained, staleness: int) -> None:
+        """A gradient became part of an update."""
         self.samples_trained += result.samples
-        self.staleness_sum += staleness
-        self.staleness_max = max(self.staleness_max, staleness)
+        record = self._trainers[trainer]
+        record.orders += 1
+        record.samples += result.samples
+        record.staleness[staleness] += 1
         loss_sum = result.loss * result.samples
         before, samples = self._losses.get(result.epoch, (0.0, 0))
         self._losses[result.epoch] = (before + loss_sum, samples + result.samples)
@@ -115,7 +169,7 @@ class Metrics:
         done, self._evaluation = self._evaluation, Evaluation()
         record = EpochRecord(
             epoch=result.epoch + 1,
-            updates=(result.epoch + 1) * self._plan.updates_per_epoch,
+            updates=self.updates,
             train_loss=self.train_loss(result.epoch),
             test_loss=done.loss,
             test_accuracy=done.accuracy,
@@ -129,7 +183,7 @@ class Metrics:
     def progress(self, now: float) -> str | None:
         """A line for people, at most one per PROGRESS_INTERVAL_S; it covers what came since."""
         since = self._since
-        if now - self._printed_at < PROGRESS_INTERVAL_S or not since.updates:
+        if now - self._printed_at < PROGRESS_INTERVAL_S or not since.orders:
             return None
         elapsed_s = self._training_s_until(now) - since.training_s
         rate = since.samples / elapsed_s if elapsed_s > 0 else 0.0
@@ -139,7 +193,7 @@ class Metrics:
             f"epoch {since.epoch + 1}/{self._plan.epochs}  "
             f"updates {self.updates}/{self._plan.total_updates}  "
             f"loss {since.loss_sum / since.samples:.4f}  {rate:.0f} samples/s  "
-            f"staleness {since.staleness / since.updates:.2f}"
+            f"staleness {since.staleness / since.orders:.2f}"
         )
 
     def train_loss(self, epoch: int) -> float:
@@ -159,10 +213,15 @@ class Metrics:
             "train_loss": losses[-1] if losses else None,
             "test_loss": last.test_loss if last else None,
             "test_accuracy": last.test_accuracy if last else None,
-            "staleness_mean": self.staleness_sum / self.updates if self.updates else None,
-            "staleness_max": self.staleness_max if self.updates else None,
+            **_staleness(self.staleness),
+            "trainers": {str(t): record.report() for t, record in self._trainers.items()},
             "history": [asdict(record) for record in self.history],
         }
+
+    @property
+    def staleness(self) -> Counter[int]:
+        """How many gradients had which staleness."""
+        return sum((record.staleness for record in self._trainers.values()), Counter())
 
     def _training_s_until(self, now: float) -> float:
         return self.training_s + (now - self._busy_since if self._orders_out else 0.0)

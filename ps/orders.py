@@ -23,13 +23,19 @@ class Plan:
     num_train_samples: int
     num_test_samples: int
     batch_size: int
+    """Samples of one order."""
     epochs: int
     seed: int
     slice_size: int = 500
+    batches_per_update: int = 1
+
+    @property
+    def batches_per_epoch(self) -> int:
+        return -(-self.num_train_samples // self.batch_size)
 
     @property
     def updates_per_epoch(self) -> int:
-        return -(-self.num_train_samples // self.batch_size)
+        return -(-self.batches_per_epoch // self.batches_per_update)
 
     @property
     def total_updates(self) -> int:
@@ -64,11 +70,6 @@ class Orders:
         self._open_epoch()
 
     @property
-    def epoch(self) -> int:
-        """The epoch whose batches are handed out."""
-        return self._epoch
-
-    @property
     def evaluating(self) -> int | None:
         """The newest epoch whose evaluation was opened. When it changes, no batch is out."""
         return self._evaluating
@@ -76,20 +77,28 @@ class Orders:
     @property
     def finished(self) -> bool:
         """Whether all that was planned is done."""
-        return self._evaluating == self._plan.epochs - 1 and self._all_done(Evaluate)
+        over = not self._slices and not self._handed_out
+        return over and self._evaluating == self._plan.epochs - 1
 
-    def take(self, trainer: int) -> Train | Evaluate | None:
-        """The next order for a trainer that holds none, or None if there is none now."""
-        assert trainer not in self._handed_out, f"trainer {trainer} already holds an order"
-        order: Train | Evaluate
-        if self._slices:
-            order = self._slice(self._slices.popleft())
-        elif self._batches:
-            order = self._batch(self._batches.popleft())
-        else:
+    def take_slice(self, trainer: int) -> Evaluate | None:
+        """The next slice to evaluate, for a trainer that holds no order; None if there is none."""
+        if not self._slices:
             return None
+        evaluate = self._slice(self._slices.popleft())
+        self._hand_out(trainer, evaluate)
+        return evaluate
+
+    def take_batch(self, trainer: int) -> Train | None:
+        """As take_slice, for training; None also while an evaluation is open."""
+        if not self._batches:
+            return None
+        train = self._batch(self._batches.popleft())
+        self._hand_out(trainer, train)
+        return train
+
+    def _hand_out(self, trainer: int, order: Train | Evaluate) -> None:
+        assert trainer not in self._handed_out, f"trainer {trainer} already holds an order"
         self._handed_out[trainer] = order
-        return order
 
     def check(self, trainer: int, result: Result) -> None:
         """Assert that the result names the order that the trainer holds: none counts twice."""
@@ -116,27 +125,23 @@ class Orders:
             self._slices.appendleft(order.slice)
 
     def _open_next(self) -> None:
-        """Open the evaluation of an epoch, and the next epoch behind it, once all before is done.
+        """Open the evaluation of an epoch once its batches are done, and then the next epoch.
 
-        That moment is the only one at which the weights are exactly those of a whole epoch.
+        So the weights stand still while they are evaluated.
         """
-        evaluated = self._evaluating == self._epoch
-        if evaluated or not (self._all_done(Train) and self._all_done(Evaluate)):
+        if self._batches or self._slices or self._handed_out:
             return
-        self._evaluating = self._epoch
-        self._slices.extend(range(self._plan.slices))
-        if self._epoch + 1 < self._plan.epochs:
+        if self._evaluating != self._epoch:
+            self._evaluating = self._epoch
+            self._slices.extend(range(self._plan.slices))
+        elif not self.finished:
             self._open_epoch()
 
     def _open_epoch(self) -> None:
         self._epoch += 1
         plan = self._plan
         self._permutation = permutation(plan.seed, self._epoch, plan.num_train_samples)
-        self._batches.extend(range(plan.updates_per_epoch))
-
-    def _all_done(self, kind: type[Train] | type[Evaluate]) -> bool:
-        todo = self._batches if kind is Train else self._slices
-        return not todo and not any(isinstance(o, kind) for o in self._handed_out.values())
+        self._batches.extend(range(plan.batches_per_epoch))
 
     def _batch(self, batch: int) -> Train:
         start = batch * self._plan.batch_size

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 from torch.futures import Future
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weights:
+    """What a trainer that computes itself works with: the weights, and their version.
+
+    values is None where the server has written them into the trainer's mailbox.
+    """
+
+    version: int
+    values: Tensor | None = None
+    """uint8 on the CPU, of a flat.FlatModel's layout or the first part of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +29,7 @@ class Train:
     epoch: int
     batch: int
     indices: Sequence[int]
+    weights: Weights | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +40,7 @@ class Evaluate:
     slice: int
     start: int
     stop: int
+    weights: Weights | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +57,33 @@ Order = Train | Evaluate | Wait | Finished
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Push:
+    """The gradients of a trainer that computes itself.
+
+    gradients and buffers are None where they lie in the trainer's mailbox.
+    """
+
+    version: int
+    """Of the weights they were computed on."""
+    unused: tuple[int, ...] = ()
+    """Places of the parameters that got no gradient in this step."""
+    gradients: Tensor | None = None
+    """uint8 on the CPU, of the layout FlatModel.trained."""
+    buffers: Tensor | None = None
+    """uint8 on the CPU, of the layout FlatModel.buffers."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Trained:
-    """The loss of that batch, and what backward starts from on the server."""
+    """The loss of that batch, and what the update is made from."""
 
     epoch: int
     batch: int
     samples: int
     loss: float
-    output_gradient: Tensor
-    """Gradient of the loss by the outputs of forward: of their shape and dtype, on the CPU."""
+    gradient: Tensor | Push
+    """All gradients; or, where the server computes, that of the loss by the outputs of the last
+    forward: of their shape, on the CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +103,26 @@ Result = Trained | Evaluated
 class Calls(Protocol):
     """What a trainer may ask of the server, the same on both sides of a link.
 
-    `trainer` is the rank of the caller. Each trainer makes one call at a time.
+    `trainer` is the rank of the caller. Each trainer makes one call at a time. forward, backward
+    and evaluate are for trainers that leave computing to the server.
     """
 
-    def forward(self, trainer: int, epoch: int, batch: int, inputs: Tensor) -> Tensor:
-        """Run the model in training mode on its newest weights.
+    def join(self, trainer: int, layout: str | None) -> None:
+        """Say hello, first of all. layout is FlatModel.describe() where the trainer computes.
 
-        The outputs are on the CPU and carry no graph: that stays on the server until the
-        Trained of this batch is handed in.
+        Raises:
+            ConfigError: the server's model has another layout.
         """
+
+    def forward(self, trainer: int, epoch: int, batch: int, inputs: Tensor) -> Tensor:
+        """Run the model in training mode, on its newest weights if none is waiting for backward.
+
+        The outputs are float32 on the CPU and carry no graph: that stays on the server until the
+        gradient by these outputs comes, in backward() or in the Trained of the order.
+        """
+
+    def backward(self, trainer: int, output_gradient: Tensor) -> None:
+        """Go on with backward from the outputs of the last forward; more of the order follows."""
 
     def evaluate(self, trainer: int, inputs: Tensor) -> Tensor:
         """Run the model in eval mode on the weights that the epoch ended with."""
@@ -96,6 +139,9 @@ class Service(Calls, Protocol):
 
     def next_order(self, trainer: int, result: Result | None) -> Future[Order]:
         """Take the finished order in (None at first); the future gives the next one."""
+
+    def lost(self, trainer: int, how: str) -> None:
+        """A trainer is gone. Does nothing if it has left, or has told why."""
 
 
 class Server(Calls, Protocol):

@@ -20,9 +20,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-def step_seed(seed: int, epoch: int, batch: int) -> int:
-    """A seed for one step, of 63 bits; the same in every process and Python version."""
-    return random.Random(f"{seed}-{epoch}-{batch}").getrandbits(63)
+def step_seed(seed: int, epoch: int, batch: int, part: int = 0) -> int:
+    """A seed for one pass, of 63 bits; the same in every process and Python version.
+
+    part tells the passes of one order apart.
+    """
+    text = f"{seed}-{epoch}-{batch}-{part}" if part else f"{seed}-{epoch}-{batch}"
+    return random.Random(text).getrandbits(63)
 
 
 def seed_process(seed: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import platform
 import time
@@ -11,19 +12,26 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
-from ps import interruption, link, machine
+from ps import interruption, machine
+from ps.compute import Compute, OnServer, OnTrainers
 from ps.config import Config
 from ps.devices import choose_devices, place
 from ps.errors import Interrupted, PeerLost, PsError
 from ps.files import replacing
+from ps.flat import FlatModel
+from ps.links.answers import InProcessLink
+from ps.links.choice import Link, ServerEnd, choose, connect
+from ps.links.rendezvous import Rendezvous, record_for_torchrun
 from ps.log import log
 from ps.metrics import Metrics
 from ps.orders import Orders, Plan
+from ps.passes import Passes
 from ps.preparation import Prepared, ready_bound_s
 from ps.schedule import schedule_factor
 from ps.server import Outcome, ParameterServer
-from ps.step import ServerSideWorker
+from ps.step import ServerSideWorker, TrainerSideWorker, Worker
 from ps.store import Store, make_optimizer
 from ps.topology import Topology
 from ps.trainer import train
@@ -42,19 +50,24 @@ def run_server(topology: Topology, config: Config, prepared: Prepared) -> int:
     """
     machine.keep_freed_memory()
     try:
-        rendezvous = None if topology.is_alone else _meet(topology, config)
+        rendezvous = None if topology.is_alone else Rendezvous(topology, config.start_timeout)
         job = _build(topology, config, prepared.workload)
+        end = (
+            choose(job.server, job.compute, topology.trainers, config.link) if rendezvous else None
+        )
     except BaseException:
         prepared.run_dir.discard()
         raise
     prepared.gate.open()
-    group = None
     try:
         interruption.raise_once()
         prepared.run_dir.publish()
         _announce_plan(job, topology, config)
         try:
-            group = _serve(job, topology, config, rendezvous)
+            if rendezvous is None or end is None:
+                _train_alone(job, topology, config)
+            else:
+                _serve(job, config, rendezvous, end)
         except PsError as error:
             job.server.stop(Outcome("failed", error.exit_code, str(error)))
         except (Exception, SystemExit) as error:
@@ -64,8 +77,8 @@ def run_server(topology: Topology, config: Config, prepared: Prepared) -> int:
     except Interrupted as error:
         job.server.stop(Outcome("interrupted", error.exit_code, str(error)))
     outcome = _finish(job, topology, config, prepared)
-    if group is not None and job.server.all_left:
-        group.close()
+    if end is not None and job.server.all_left:
+        end.close()
     if outcome.rank != topology.rank:
         _await_stop()
     return outcome.exit_code
@@ -78,14 +91,14 @@ def run_trainer(topology: Topology, config: Config) -> int:
         PsError: the job could not start, or the server is lost.
     """
     machine.keep_freed_memory()
-    torch.set_num_threads(1)
-    rendezvous = _meet(topology, config)
-    name = rendezvous.announced(ready_bound_s(config))
-    workload = catalogue.load(name, config)
+    rendezvous = Rendezvous(topology, config.start_timeout)
+    announced = json.loads(rendezvous.announced(ready_bound_s(config)))
+    torch.set_num_threads(_threads(topology, config) if config.compute == "trainer" else 1)
+    workload = catalogue.load(announced["workload"], config)
+    make = _WorkerMaker(config, workload)
     rendezvous.gather()
-    group = link.RpcGroup(topology, rendezvous, config)
-    server = link.RpcLink()
-    worker = ServerSideWorker(topology.rank, server, workload, config.seed)
+    server = connect(announced["invitation"], rendezvous, config)
+    worker = make.worker(topology.rank, server)
     code = 0
     try:
         train(topology.rank, server, worker)
@@ -95,7 +108,7 @@ def run_trainer(topology: Topology, config: Config) -> int:
         code = _explain(error, topology)
         with suppress(Exception):
             server.fail(topology.rank, _in_one_line(error), code)
-    group.close()
+    server.close()
     return code
 
 
@@ -108,7 +121,7 @@ class _Job:
     plan: Plan
     threads: int
     store: Store
-    metrics: Metrics
+    compute: Compute
     server: ParameterServer
 
 
@@ -118,17 +131,17 @@ def _build(topology: Topology, config: Config, name: str) -> _Job:
     plan = Plan(
         num_train_samples=len(workload.train),
         num_test_samples=len(workload.test),
-        batch_size=config.batch_size,
+        batch_size=config.batch_size * config.accumulate,
         epochs=config.epochs,
         seed=config.seed,
+        batches_per_update=len(topology.trainers) if config.max_lag == 0 else 1,
     )
-    threads = config.threads or machine.threads_per_pass(
-        machine.usable_cores(), len(topology.trainers)
-    )
+    threads = _threads(topology, config)
     torch.set_num_threads(threads)
-    model = make_model(workload, config.seed)
+    passes = Passes.of(config, workload)
+    model = passes.prepare(make_model(workload, config.seed))
     input_device = place(model, choose_devices(config.num_gpus, torch.cuda.device_count()))
-    try_out(workload, model, input_device)
+    try_out(workload, model, input_device, passes.run)
     optimizer = make_optimizer(
         config.optimizer,
         [parameter for parameter in model.parameters() if parameter.requires_grad],
@@ -145,14 +158,18 @@ def _build(topology: Topology, config: Config, name: str) -> _Job:
         else lambda version: factor(version, plan.total_updates),
         clip_norm=config.clip_norm,
     )
-    metrics = Metrics(plan)
+    compute: Compute
+    if config.compute == "server":
+        compute = OnServer(store, topology.trainers, passes, input_device)
+    else:
+        compute = OnTrainers(store)
     server = ParameterServer(
         store,
         Orders(plan),
-        metrics,
+        Metrics(plan, topology.trainers),
+        compute,
         trainers=topology.trainers,
-        seed=config.seed,
-        input_device=input_device,
+        max_lag=config.max_lag,
     )
     return _Job(
         workload_name=name,
@@ -160,27 +177,56 @@ def _build(topology: Topology, config: Config, name: str) -> _Job:
         plan=plan,
         threads=threads,
         store=store,
-        metrics=metrics,
+        compute=compute,
         server=server,
     )
 
 
-def _serve(
-    job: _Job, topology: Topology, config: Config, rendezvous: link.Rendezvous | None
-) -> link.RpcGroup | None:
-    """Until the job has ended, one way or the other. The group is still to be closed."""
-    server = job.server
-    if rendezvous is None:
-        in_process = link.InProcessLink(server)
-        worker = ServerSideWorker(topology.rank, in_process, job.workload, config.seed)
-        train(topology.rank, in_process, worker)
-        return None
-    rendezvous.announce(job.workload_name)
+def _threads(topology: Topology, config: Config) -> int:
+    """Threads of one forward or backward."""
+    return config.threads or machine.threads_per_pass(
+        machine.usable_cores(), len(topology.trainers)
+    )
+
+
+class _WorkerMaker:
+    """Makes a trainer's worker; the model, which may take long, before the trainer is ready."""
+
+    def __init__(self, config: Config, workload: Workload) -> None:
+        self._workload = workload
+        self._passes = Passes.of(config, workload)
+        self._model: nn.Module | None = None
+        if config.compute == "trainer":
+            self._model = self._passes.prepare(make_model(workload, config.seed))
+
+    def worker(self, trainer: int, server: Link) -> Worker:
+        """Joins the server."""
+        if self._model is None:
+            server.join(trainer, None)
+            return ServerSideWorker(trainer, server, self._workload, self._passes)
+        flat = FlatModel(self._model)
+        mailbox = server.open_mailbox(flat)
+        server.join(trainer, flat.describe())
+        flat.move_to(mailbox.weights, keep_values=False)
+        return TrainerSideWorker(
+            self._workload, self._model, flat, mailbox, self._passes, by_message=server.by_message
+        )
+
+
+def _train_alone(job: _Job, topology: Topology, config: Config) -> None:
+    """World size 1: the one process is server and trainer."""
+    server = InProcessLink(job.server, job.compute, topology.rank)
+    worker = _WorkerMaker(config, job.workload).worker(topology.rank, server)
+    train(topology.rank, server, worker)
+
+
+def _serve(job: _Job, config: Config, rendezvous: Rendezvous, end: ServerEnd) -> None:
+    """Until the job has ended, one way or the other."""
+    announced = {"workload": job.workload_name, "invitation": dict(end.invitation)}
+    rendezvous.announce(json.dumps(announced))
     rendezvous.gather()
-    link.serve(server)
-    group = link.RpcGroup(topology, rendezvous, config)
-    _wait_until_ended(server, config.rpc_timeout)
-    return group
+    end.open(rendezvous, config)
+    _wait_until_ended(job.server, config.rpc_timeout)
 
 
 def _wait_until_ended(server: ParameterServer, rpc_timeout_s: float) -> None:
@@ -195,11 +241,6 @@ def _wait_until_ended(server: ParameterServer, rpc_timeout_s: float) -> None:
         goodbye_since = goodbye_since or time.monotonic()
         if time.monotonic() - goodbye_since > GOODBYE_BOUND_S:
             return
-
-
-def _meet(topology: Topology, config: Config) -> link.Rendezvous:
-    link.check_rpc()
-    return link.Rendezvous(topology, config.start_timeout)
 
 
 def _announce_plan(job: _Job, topology: Topology, config: Config) -> None:
@@ -290,6 +331,6 @@ def _explain(error: BaseException, topology: Topology) -> int:
     if topology.error_file is None:
         traceback.print_exc()
         return 1
-    link.record_for_torchrun(error)
+    record_for_torchrun(error)
     log.error("%s; torchrun's report below has the traceback", _in_one_line(error))
     return 1

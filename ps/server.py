@@ -8,17 +8,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 from torch.futures import Future
 
-from ps.errors import TrainingFailed
+from ps.compute import Compute, Contribution, OnServer
+from ps.errors import PeerLost, TrainingFailed
 from ps.log import log
 from ps.metrics import Metrics
 from ps.orders import Orders
+from ps.pacing import Pacing
 from ps.protocol import Evaluate, Evaluated, Finished, Order, Result, Train, Trained, Wait
-from ps.randomness import SeededForward, step_seed
-from ps.store import Store
+from ps.store import Store, mean_gradients
 from ps.topology import SERVER_RANK
 
 Answer = tuple[Future[Order], Order]
@@ -46,26 +46,22 @@ class ParameterServer:
         store: Store,
         orders: Orders,
         metrics: Metrics,
+        compute: Compute,
         *,
         trainers: Iterable[int],
-        seed: int,
-        input_device: torch.device | str = "cpu",
+        max_lag: int | None = None,
     ) -> None:
         self.ended = threading.Event()
-        self._lock = threading.Lock()
-        self._store = store  # under _lock, as _orders to _outcome
+        self._lock = store.lock
+        self._compute = compute
+        self._store = store  # under _lock, as all that follow
         self._orders = orders
         self._metrics = metrics
-        # Each trainer's own: only its calls, one at a time, touch its replica and its outputs.
-        self._replicas = {trainer: store.replica() for trainer in trainers}
-        self._outputs: dict[int, Tensor] = {}
-        self._present = set(self._replicas)
+        self._present = set(trainers)
+        self._pacing = Pacing(self._present, max_lag)
+        self._round: dict[int, tuple[Trained, Contribution]] = {}
         self._waiting: dict[int, tuple[float, Future[Order]]] = {}
         self._outcome: Outcome | None = None
-        self._evaluation = store.replica()
-        self._evaluation.module.eval()
-        self._seed = seed
-        self._input_device = input_device
 
     @property
     def all_left(self) -> bool:
@@ -81,18 +77,22 @@ class ParameterServer:
             assert self._outcome is not None
             return self._outcome, self._metrics.report(time.monotonic())
 
+    def join(self, trainer: int, layout: str | None) -> None:
+        """See protocol.Calls."""
+        self._compute.check_layout(trainer, layout)
+
     def next_order(self, trainer: int, result: Result | None) -> Future[Order]:
         """Take the finished order in; the future gives the next one.
 
-        Backward runs here, in the caller's thread, beside those of other trainers.
+        What is left of backward runs here, in the caller's thread, beside that of others.
         """
         reply: Future[Order] = Future()
         lines: list[str | None] = []
-        gradients = self._backward(trainer, result) if isinstance(result, Trained) else []
+        contribution = self._contribution(trainer, result) if isinstance(result, Trained) else None
         with self._lock:
             now = time.monotonic()
             if result is not None and self._outcome is None:
-                lines.append(self._take(trainer, result, gradients, now))
+                lines.append(self._take(trainer, result, contribution, now))
                 lines.append(self._metrics.progress(now))
             self._waiting[trainer] = (now, reply)
             answers = self._answers(now)
@@ -101,19 +101,15 @@ class ParameterServer:
 
     def forward(self, trainer: int, epoch: int, batch: int, inputs: Tensor) -> Tensor:
         """See protocol.Calls. Runs in the caller's thread, beside those of other trainers."""
-        replica = self._replicas[trainer]
-        with self._lock:
-            self._store.refresh(replica)
-        with SeededForward(step_seed(self._seed, epoch, batch)):
-            outputs: Tensor = replica.module(inputs.to(self._input_device))
-        self._outputs[trainer] = outputs
-        return outputs.detach().to("cpu")
+        return self._on_server.forward(trainer, epoch, batch, inputs)
+
+    def backward(self, trainer: int, output_gradient: Tensor) -> None:
+        """See protocol.Calls. As forward."""
+        self._on_server.backward(trainer, output_gradient)
 
     def evaluate(self, trainer: int, inputs: Tensor) -> Tensor:
         """See protocol.Calls. The weights stay as they are while an evaluation is open."""
-        with torch.inference_mode():
-            outputs: Tensor = self._evaluation.module(inputs.to(self._input_device))
-            return outputs.to("cpu")
+        return self._on_server.evaluate(trainer, inputs)
 
     def leave(self, trainer: int) -> None:
         """See protocol.Calls."""
@@ -123,6 +119,14 @@ class ParameterServer:
         """See protocol.Calls. The others are told to leave when they ask for their next order."""
         cause = f"trainer rank {trainer}: {cause}"
         self._depart(trainer, Outcome("failed", exit_code, cause, rank=trainer))
+
+    def lost(self, trainer: int, how: str) -> None:
+        """A trainer is gone. Does nothing if it has left, or has told why."""
+        with self._lock:
+            gone = trainer not in self._present
+        if not gone:
+            cause = f"lost trainer rank {trainer}: {how}"
+            self._depart(trainer, Outcome("failed", PeerLost.exit_code, cause, rank=trainer))
 
     def stop(self, outcome: Outcome) -> None:
         """End the job, unless it has ended; nothing more is applied, and trainers are sent home."""
@@ -143,83 +147,106 @@ class ParameterServer:
             answers: list[Answer] = [(self._waiting.pop(t)[1], Wait()) for t in late]
         self._send(answers, [line])
 
-    def _backward(self, trainer: int, result: Trained) -> list[Tensor | None]:
-        """The gradients of the trainer's replica, in the order of Store.names."""
-        assert trainer in self._outputs, f"trainer {trainer} hands in a batch without forward"
-        outputs = self._outputs.pop(trainer)
-        outputs.backward(result.output_gradient.to(outputs.device))
-        parameters = self._replicas[trainer].parameters
-        gradients = [parameter.grad for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = None
-        return gradients
+    @property
+    def _on_server(self) -> OnServer:
+        assert isinstance(self._compute, OnServer), "the trainers compute"
+        return self._compute
 
-    def _take(
-        self, trainer: int, result: Result, gradients: Sequence[Tensor | None], now: float
-    ) -> str | None:
-        self._orders.check(trainer, result)
-        line = None
-        if isinstance(result, Evaluated):
-            line = self._metrics.evaluated(result)
-        elif not self._apply(trainer, result, gradients, now):
-            return None
-        evaluating = self._orders.evaluating
-        self._orders.finish(trainer, result)
-        if self._orders.evaluating != evaluating:
-            self._store.refresh(self._evaluation)
-        return line
-
-    def _apply(
-        self, trainer: int, result: Trained, gradients: Sequence[Tensor | None], now: float
-    ) -> bool:
-        replica = self._replicas[trainer]
-        staleness = self._store.version - replica.version
+    def _contribution(self, trainer: int, result: Trained) -> Contribution | None:
+        """None where it must not reach the weights, which ends the job."""
+        contribution = self._compute.contribution(trainer, result)
         try:
-            self._store.apply(gradients)
+            self._store.check(contribution.gradients)
         except TrainingFailed as error:
             where = f"trainer rank {trainer}, epoch {result.epoch + 1}, batch {result.batch}"
-            self._end(Outcome("failed", error.exit_code, f"{where}: {error}"))
-            return False
-        self._store.take_buffers(replica)
-        self._metrics.trained(result, staleness)
-        self._metrics.taken_back(now)
-        return True
+            self.stop(Outcome("failed", error.exit_code, f"{where}: {error}"))
+            return None
+        return contribution
+
+    def _take(
+        self, trainer: int, result: Result, contribution: Contribution | None, now: float
+    ) -> str | None:
+        self._orders.check(trainer, result)
+        if isinstance(result, Evaluated):
+            self._orders.finish(trainer, result)
+            return self._metrics.evaluated(result)
+        assert contribution is not None
+        self._round[trainer] = (result, contribution)
+        self._pacing.finish(trainer)
+        self._metrics.handed_in(trainer, now)
+        self._apply()
+        return None
+
+    def _apply(self) -> None:
+        """Make an update of what was handed in, unless more is still to come for it."""
+        if not self._round or self._pacing.round_is_open:
+            return
+        members = sorted(self._round.items())
+        self._round = {}
+        gradients = mean_gradients([(c.gradients, r.samples) for _, (r, c) in members])
+        version = self._store.version
+        self._store.apply(gradients)
+        self._store.take_buffers(members[0][1][1].buffers)
+        self._metrics.updated()
+        evaluating = self._orders.evaluating
+        for trainer, (result, contribution) in members:
+            self._metrics.trained(trainer, result, version - contribution.version)
+            self._orders.finish(trainer, result)
+        if self._orders.evaluating != evaluating:
+            self._compute.open_evaluation()
+            self._warn_of_untrained()
+
+    def _warn_of_untrained(self) -> None:
+        names, self._store.untrained = sorted(self._store.untrained), set()
+        if names:
+            log.warning("no gradient has reached %s in this epoch", ", ".join(names))
 
     def _answers(self, now: float) -> list[Answer]:
-        """Orders for those who wait, first come first served."""
-        answers: list[Answer] = []
-        for trainer in list(self._waiting):
-            order = self._next(trainer)
-            if order is not None:
-                answers.append((self._waiting.pop(trainer)[1], order))
-            if isinstance(order, Train):
-                self._metrics.handed_out(now)
-        return answers
+        """Orders for those who wait: slices first, then batches as the pacing allows."""
+        orders: dict[int, Order] = {}
+        over = self._outcome is not None or self._orders.finished
+        for trainer in self._waiting:
+            if order := Finished() if over else self._orders.take_slice(trainer):
+                orders[trainer] = order
+        for trainer in self._pacing.ready(self._waiting.keys()) if not orders else ():
+            if not (batch := self._orders.take_batch(trainer)):
+                break
+            orders[trainer] = batch
+            self._pacing.start(trainer)
+            self._metrics.handed_out(trainer, now)
+        return [(self._waiting.pop(t)[1], self._complete(t, o)) for t, o in orders.items()]
 
-    def _next(self, trainer: int) -> Train | Evaluate | Finished | None:
-        if self._outcome is not None or self._orders.finished:
-            return Finished()
-        return self._orders.take(trainer)
+    def _complete(self, trainer: int, order: Order) -> Order:
+        if isinstance(order, Train | Evaluate):
+            return self._compute.hand_out(trainer, order)
+        return order
 
     def _depart(self, trainer: int, outcome: Outcome | None = None) -> None:
         with self._lock:
+            now = time.monotonic()
             self._present.discard(trainer)
             if outcome is not None:
                 self._end(outcome)
-            answers = self._return_order(trainer)
+            self._forget(trainer, now)
             if not self._present:
                 if not self._orders.finished:
                     self._end(Outcome("failed", 4, "all trainers left before the work was done"))
                 self._end(Outcome("done"))
                 self.ended.set()
+            answers = self._answers(now)
         self._send(answers)
 
-    def _return_order(self, trainer: int) -> list[Answer]:
-        now = time.monotonic()
-        if isinstance(self._orders.held_by(trainer), Train):
-            self._metrics.taken_back(now)
+    def _forget(self, trainer: int, now: float) -> None:
+        """What the trainer held, or had handed in for a round that is open, is to be done again."""
+        self._waiting.pop(trainer, None)
+        if self._round.pop(trainer, None) is None and isinstance(
+            self._orders.held_by(trainer), Train
+        ):
+            self._metrics.handed_in(trainer, now)
         self._orders.leave(trainer)
-        return self._answers(now)
+        self._pacing.leave(trainer)
+        if self._outcome is None:
+            self._apply()
 
     def _end(self, outcome: Outcome) -> None:
         """The first outcome is the cause; what follows from it changes nothing."""

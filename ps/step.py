@@ -1,11 +1,23 @@
-"""One order, worked on by a trainer while the model is on the server."""
+"""One order, worked on by a trainer."""
 
 from __future__ import annotations
 
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
 from ps.errors import TrainingFailed
-from ps.protocol import Evaluate, Evaluated, Result, Server, Train, Trained
+from ps.flat import FlatModel, Mailbox
+from ps.passes import Passes
+from ps.protocol import Evaluate, Evaluated, Push, Result, Server, Train, Trained
 from ps.randomness import seed_process, step_seed
 from ps.workload import Workload, fetch
+
+
+class Worker(Protocol):
+    def do(self, order: Train | Evaluate) -> Result:
+        """Work on the order to the end."""
 
 
 class ServerSideWorker:
@@ -15,30 +27,139 @@ class ServerSideWorker:
     with the order, and the server's part goes on from there. Two calls make a step.
     """
 
-    def __init__(self, trainer: int, server: Server, workload: Workload, seed: int) -> None:
+    def __init__(self, trainer: int, server: Server, workload: Workload, passes: Passes) -> None:
         self._trainer = trainer
         self._server = server
         self._workload = workload
-        self._seed = seed
+        self._passes = passes
 
     def do(self, order: Train | Evaluate) -> Result:
-        """Work on the order to the end. Blocks for several calls to the server."""
+        """Blocks for several calls to the server."""
         return self._train(order) if isinstance(order, Train) else self._evaluate(order)
 
     def _train(self, order: Train) -> Trained:
-        seed_process(step_seed(self._seed, order.epoch, order.batch))
-        inputs, targets = fetch(self._workload.train, order.indices)
-        outputs = self._server.forward(self._trainer, order.epoch, order.batch, inputs)
-        loss = self._workload.loss(outputs.requires_grad_(), targets)
-        loss.backward()
-        if outputs.grad is None:
-            raise TrainingFailed("the loss does not depend on the outputs of the model")
-        return Trained(order.epoch, order.batch, len(order.indices), loss.item(), outputs.grad)
+        samples, loss_sum, gradient = len(order.indices), 0.0, None
+        for part, indices in enumerate(self._passes.parts(order.indices)):
+            if gradient is not None:
+                self._server.backward(self._trainer, gradient)
+            seed_process(step_seed(self._passes.seed, order.epoch, order.batch, part))
+            inputs, targets = fetch(self._workload.train, indices)
+            outputs = self._server.forward(self._trainer, order.epoch, order.batch, inputs)
+            loss = self._workload.loss(outputs.requires_grad_(), targets)
+            _backward(loss, len(indices), samples)
+            loss_sum += loss.item() * len(indices)
+            gradient = outputs.grad
+            if gradient is None:
+                raise TrainingFailed("the loss does not depend on the outputs of the model")
+        assert gradient is not None
+        return Trained(order.epoch, order.batch, samples, loss_sum / samples, gradient)
 
     def _evaluate(self, order: Evaluate) -> Evaluated:
         inputs, targets = fetch(self._workload.test, range(order.start, order.stop))
-        outputs = self._server.evaluate(self._trainer, inputs)
-        samples = order.stop - order.start
-        loss_sum = self._workload.loss(outputs, targets).item() * samples
-        correct = int(self._workload.correct(outputs, targets))
-        return Evaluated(order.epoch, order.slice, samples, loss_sum, correct)
+        return _evaluated(
+            order, self._workload, self._server.evaluate(self._trainer, inputs), targets
+        )
+
+
+class TrainerSideWorker:
+    """--compute trainer: forward and backward on this trainer's copy of the model.
+
+    The model's weights are views of mailbox.weights. Each gradient goes into mailbox.gradients
+    as soon as autograd has it, so that it is not there twice.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        model: nn.Module,
+        flat: FlatModel,
+        mailbox: Mailbox,
+        passes: Passes,
+        *,
+        by_message: bool,
+    ) -> None:
+        """flat is the model's, and moved to mailbox.weights.
+
+        by_message: the server does not see the mailbox; tensors travel in the messages.
+        """
+        self._workload = workload
+        self._model = model
+        self._mailbox = mailbox
+        self._passes = passes
+        self._by_message = by_message
+        self._flat = flat
+        self._used: set[int] = set()
+        gradients = flat.trained.views(mailbox.gradients)
+        for place, parameter in enumerate(flat.parameters):
+            keep = _Keeper(place, gradients[place], self._used)
+            parameter.register_post_accumulate_grad_hook(keep)
+
+    def do(self, order: Train | Evaluate) -> Result:
+        """Calls nobody."""
+        assert order.weights is not None
+        if order.weights.values is not None:
+            self._mailbox.weights[: len(order.weights.values)].copy_(order.weights.values)
+        return self._train(order) if isinstance(order, Train) else self._evaluate(order)
+
+    def _train(self, order: Train) -> Trained:
+        samples, loss_sum = len(order.indices), 0.0
+        self._used.clear()
+        for part, indices in enumerate(self._passes.parts(order.indices)):
+            seed_process(step_seed(self._passes.seed, order.epoch, order.batch, part))
+            inputs, targets = fetch(self._workload.train, indices)
+            outputs = self._passes.run(self._model, inputs)
+            loss = self._workload.loss(outputs, targets)
+            _backward(loss, len(indices), samples)
+            loss_sum += loss.item() * len(indices)
+        return Trained(order.epoch, order.batch, samples, loss_sum / samples, self._push(order))
+
+    def _push(self, order: Train) -> Push:
+        assert order.weights is not None
+        self._flat.gather_buffers()
+        count = len(self._flat.parameters)
+        unused: tuple[int, ...] = ()
+        if len(self._used) < count:
+            unused = tuple(place for place in range(count) if place not in self._used)
+        if not self._by_message:
+            return Push(order.weights.version, unused)
+        buffers = self._mailbox.weights[self._flat.buffers.start : self._flat.buffers.stop]
+        return Push(order.weights.version, unused, self._mailbox.gradients, buffers)
+
+    def _evaluate(self, order: Evaluate) -> Evaluated:
+        inputs, targets = fetch(self._workload.test, range(order.start, order.stop))
+        self._model.eval()
+        with torch.inference_mode():
+            outputs = self._passes.run(self._model, inputs)
+        self._model.train()
+        return _evaluated(order, self._workload, outputs, targets)
+
+
+class _Keeper:
+    """Takes a parameter's gradient over into its place, and adds those of further parts."""
+
+    def __init__(self, place: int, view: Tensor, used: set[int]) -> None:
+        self._place = place
+        self._view = view
+        self._used = used
+
+    def __call__(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        if self._place in self._used:
+            self._view.add_(parameter.grad)
+        else:
+            self._view.copy_(parameter.grad)
+            self._used.add(self._place)
+        parameter.grad = None
+
+
+def _backward(loss: Tensor, part: int, samples: int) -> None:
+    """Backward from the part's share of the mean over all samples of the order."""
+    (loss if part == samples else loss * (part / samples)).backward()
+
+
+def _evaluated(order: Evaluate, workload: Workload, outputs: Tensor, targets: Tensor) -> Evaluated:
+    """What the slice gave."""
+    samples = order.stop - order.start
+    loss_sum = workload.loss(outputs, targets).item() * samples
+    correct = int(workload.correct(outputs, targets))
+    return Evaluated(order.epoch, order.slice, samples, loss_sum, correct)

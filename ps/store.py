@@ -1,17 +1,20 @@
-"""The weights, the buffers, the one optimizer and the version. One lock, held by the caller."""
+"""The weights, the buffers, the one optimizer and the version."""
 
 from __future__ import annotations
 
 import copy
 import difflib
 import inspect
-from collections.abc import Callable, Sequence
+import math
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from ps.errors import ConfigError, TrainingFailed
+from ps.flat import FlatModel
 
 
 @dataclass(slots=True)
@@ -31,7 +34,7 @@ class Replica:
 
 
 class Store:
-    """The state of training. Not thread-safe: the server holds its lock around every call."""
+    """The state of training. Not thread-safe: callers hold `lock` around every call."""
 
     def __init__(
         self,
@@ -42,8 +45,11 @@ class Store:
         clip_norm: float = 0.0,
     ) -> None:
         """lr_factor maps the version to the factor on each group's learning rate."""
+        self.lock = threading.Lock()
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.names = [name for name, _ in trained]
+        self.untrained = set(self.names)
+        """Names of parameters that no gradient has reached yet."""
         self.version = 0
         self._model = model
         self._parameters = [parameter for _, parameter in trained]
@@ -53,26 +59,40 @@ class Store:
         self._lr_factor = lr_factor
         self._clip_norm = clip_norm
 
+    def check(self, gradients: Sequence[Tensor | None]) -> None:
+        """Refuse gradients that must not reach the weights. Needs no lock: reads these alone.
+
+        Raises:
+            TrainingFailed: one is not finite, or there is none at all.
+        """
+        if all(gradient is None for gradient in gradients):
+            raise TrainingFailed("no gradient reached any parameter")
+        for name, gradient in zip(self.names, gradients, strict=True):
+            # One pass in the common case; a sum of finite numbers may overflow.
+            if gradient is None or math.isfinite(gradient.sum().item()):
+                continue
+            if not torch.isfinite(gradient).all():
+                raise TrainingFailed(f"the gradient of {name} is not finite")
+
     def apply(self, gradients: Sequence[Tensor | None]) -> int:
         """Take one optimizer step and return the new version.
 
-        gradients are in the order of `names`, each of its parameter's shape, dtype and device.
-        They are used as the parameters' .grad during the call, may be clipped in place, and
-        are not kept.
-
-        Raises:
-            TrainingFailed: one is missing or not finite. Nothing has been changed.
+        gradients have passed check(). They are in the order of `names`, each of its parameter's
+        shape, dtype and device, or None: then the optimizer leaves the parameter alone. They are
+        used as the parameters' .grad during the call, may be clipped in place, and are not kept.
         """
-        present, norm = self._checked(gradients)
-        for parameter, gradient in zip(self._parameters, present, strict=True):
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
         if self._clip_norm:
-            torch.nn.utils.clip_grads_with_norm_(self._parameters, self._clip_norm, norm)
+            self._clip([gradient for gradient in gradients if gradient is not None])
         if self._lr_factor is not None:
             self._set_lr(self._lr_factor(self.version))
         self._optimizer.step()
         for parameter in self._parameters:
             parameter.grad = None
+        if self.untrained:
+            pairs = zip(self.names, gradients, strict=True)
+            self.untrained -= {name for name, gradient in pairs if gradient is not None}
         self.version += 1
         return self.version
 
@@ -86,38 +106,63 @@ class Store:
             torch._foreach_copy_(replica.tensors, self._tensors)
         replica.version = self.version
 
-    def take_buffers(self, replica: Replica) -> None:
-        """Take over the buffers of a replica that has done a step: the latest step's stay."""
+    def take_buffers(self, buffers: Iterable[Tensor]) -> None:
+        """Take over the buffers of a model that has done a step, in the model's order."""
         with torch.no_grad():
-            for buffer, updated in zip(
-                self._model.buffers(), replica.module.buffers(), strict=True
-            ):
+            for buffer, updated in zip(self._model.buffers(), buffers, strict=True):
                 buffer.copy_(updated)
+
+    def flatten(self) -> FlatModel:
+        """Lay the model out in one buffer, for copy_weights. Before the first update."""
+        flat = FlatModel(self._model)
+        self._buffer = torch.zeros(flat.total_bytes, dtype=torch.uint8)
+        flat.move_to(self._buffer, keep_values=True)
+        return flat
+
+    def copy_weights(self, into: Tensor) -> None:
+        """Fill the uint8 buffer `into` with the first part of flatten()'s buffer."""
+        into.copy_(self._buffer[: into.numel()])
 
     def state_dict(self) -> dict[str, Tensor]:
         """The model's state on the CPU, as a plain module without a server would save it."""
         return {name: value.detach().cpu() for name, value in self._model.state_dict().items()}
 
-    def _checked(self, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], Tensor]:
-        missing = [n for n, g in zip(self.names, gradients, strict=True) if g is None]
-        if missing:
-            raise TrainingFailed(f"no gradient reached {', '.join(missing)}")
-        present = [gradient for gradient in gradients if gradient is not None]
-        norm = torch.nn.utils.get_total_norm(present)
-        if not torch.isfinite(norm):
-            self._refuse_non_finite(present)
-            norm = torch.nn.utils.get_total_norm([gradient.double() for gradient in present])
-        return present, norm
-
-    def _refuse_non_finite(self, gradients: Sequence[Tensor]) -> None:
-        """The norm of huge gradients overflows although each element is finite: look closely."""
-        for name, gradient in zip(self.names, gradients, strict=True):
-            if not torch.isfinite(gradient).all():
-                raise TrainingFailed(f"the gradient of {name} is not finite")
+    def _clip(self, gradients: Sequence[Tensor]) -> None:
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if not torch.isfinite(norm):  # each element is finite, but their squares overflow
+            norm = torch.nn.utils.get_total_norm([gradient.double() for gradient in gradients])
+        torch.nn.utils.clip_grads_with_norm_(self._parameters, self._clip_norm, norm)
 
     def _set_lr(self, factor: float) -> None:
         for group, base in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = base * factor
+
+
+def mean_gradients(
+    contributions: Sequence[tuple[Sequence[Tensor | None], int]],
+) -> Sequence[Tensor | None]:
+    """The mean of several lists of gradients, each weighted by its number of samples.
+
+    They are summed in the order given; a missing one counts as zero, unless all are missing. The
+    first list's tensors may be changed.
+    """
+    if len(contributions) == 1:
+        return contributions[0][0]
+    total = sum(samples for _, samples in contributions)
+    shares = [samples / total for _, samples in contributions]
+    columns = zip(*(gradients for gradients, _ in contributions), strict=True)
+    return [_weighted_sum(column, shares) for column in columns]
+
+
+def _weighted_sum(gradients: Sequence[Tensor | None], shares: Sequence[float]) -> Tensor | None:
+    weighted = [(g, share) for g, share in zip(gradients, shares, strict=True) if g is not None]
+    if not weighted:
+        return None
+    (summed, first_share), *rest = weighted
+    summed.mul_(first_share)
+    for gradient, share in rest:
+        summed.add_(gradient, alpha=share)
+    return summed
 
 
 def make_optimizer(

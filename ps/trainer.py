@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from ps import interruption
 from ps.protocol import Finished, Result, Server, Wait
-from ps.step import ServerSideWorker
+from ps.step import Worker
 
 
-def train(trainer: int, server: Server, worker: ServerSideWorker) -> None:
+def train(trainer: int, server: Server, worker: Worker) -> None:
     """Work on orders until there are no more, then leave."""
     result: Result | None = None
     while not isinstance(order := server.next_order(trainer, result), Finished):

@@ -39,6 +39,8 @@ class Workload:
     """loss(outputs, targets): the mean over the batch, a scalar."""
     correct: Callable[[Tensor, Tensor], int]
     """correct(outputs, targets): how many samples of the batch are right."""
+    channels_last: bool = False
+    """Whether the model is faster with its images and weights in that memory format."""
 
 
 def fetch(samples: Samples, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -109,7 +111,12 @@ def make_model(workload: Workload, seed: int) -> nn.Module:
     return model.train()
 
 
-def try_out(workload: Workload, model: nn.Module, input_device: torch.device) -> None:
+def try_out(
+    workload: Workload,
+    model: nn.Module,
+    input_device: torch.device,
+    run: Callable[[nn.Module, Tensor], Tensor],
+) -> None:
     """Run a sample through model, loss and correct, so that a mistake shows before training.
 
     The model is evaluated without gradients and is in training mode afterwards.
@@ -121,7 +128,7 @@ def try_out(workload: Workload, model: nn.Module, input_device: torch.device) ->
     part = "model"
     try:
         with torch.no_grad():
-            outputs = model.eval()(inputs.to(input_device))
+            outputs = run(model.eval(), inputs.to(input_device))
         _expect(isinstance(outputs, Tensor), workload, "model", "a tensor", outputs)
         outputs, part = outputs.to("cpu"), "loss"
         loss = workload.loss(outputs, targets)

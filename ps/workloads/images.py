@@ -71,4 +71,5 @@ def image_workload(name: str, train: Images, test: Images) -> Workload:
         test=test,
         loss=nn.functional.nll_loss,
         correct=correct,
+        channels_last=True,
     )

@@ -1,0 +1,72 @@
+"""A call on the server's object, and what comes back over any link: a value, or its error."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+from ps.compute import Compute, OnTrainers
+from ps.flat import FlatModel, Mailbox, private_mailbox
+from ps.protocol import Order, Result, Service
+
+
+@dataclass(frozen=True, slots=True)
+class _Raised:
+    """An exception of the server's code, as a value that any link can carry."""
+
+    text: str
+    traceback: str
+
+
+class ServerError(RuntimeError):
+    """The server's code raised while it answered; the message has its traceback."""
+
+
+def answer(service: Service, method: str, *args: Any) -> Any:
+    """What the method gives, which for next_order is a future; or its error, as a value."""
+    try:
+        return getattr(service, method)(*args)
+    except Exception as error:
+        return _Raised(f"{type(error).__name__}: {error}", traceback.format_exc())
+
+
+def value(method: str, answered: Any) -> Any:
+    """The value of an answer that has arrived.
+
+    Raises:
+        ServerError: the answer is an error.
+    """
+    if isinstance(answered, _Raised):
+        raise ServerError(f"on the server, {method}: {answered.text}\n\n{answered.traceback}")
+    return answered
+
+
+class InProcessLink:
+    """The server object itself, for the one process of world size 1 and for tests."""
+
+    by_message = False
+
+    def __init__(self, server: Service, compute: Compute, trainer: int) -> None:
+        self._server = server
+        self._compute = compute
+        self._trainer = trainer
+        self.join = server.join
+        self.evaluate = server.evaluate
+        self.forward = server.forward
+        self.backward = server.backward
+        self.leave = server.leave
+        self.fail = server.fail
+
+    def open_mailbox(self, flat: FlatModel) -> Mailbox:
+        assert isinstance(self._compute, OnTrainers)
+        mailbox = private_mailbox(flat)
+        self._compute.attach(self._trainer, mailbox)
+        return mailbox
+
+    def close(self) -> None:
+        pass
+
+    def next_order(self, trainer: int, result: Result | None) -> Order:
+        order: Order = self._server.next_order(trainer, result).wait()
+        return order

@@ -1,0 +1,229 @@
+"""The link over torch's RPC, with the tensors in the messages.
+
+RPC runs any pickle it is sent, from anybody who reaches its port, so it listens on loopback alone.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from ps.config import Config
+from ps.errors import LaunchError, PeerLost
+from ps.flat import FlatModel, Mailbox, private_mailbox
+from ps.links.answers import answer, value
+from ps.links.rendezvous import Rendezvous
+from ps.log import log
+from ps.protocol import Order, Result, Service
+from ps.topology import SERVER_RANK, Topology
+
+try:
+    import torch.distributed.rpc as rpc
+except ImportError:  # builds without RPC fail in several ways here
+    rpc = None  # type: ignore[assignment]
+
+SCHEME = "parameter-server"
+CLOSE_BOUND_S = 5.0
+THREAD = "rpc"
+"""Name of the threads that torch's own calls may hang in."""
+
+
+def check_rpc() -> None:
+    """Raises:
+    LaunchError: this build of torch has no usable RPC.
+    """
+    if rpc is None or not rpc.is_available() or not hasattr(rpc, "TensorPipeRpcBackendOptions"):
+        raise LaunchError(
+            "this build of torch has no TensorPipe RPC; install one for Linux or macOS from "
+            "pytorch.org, or type --link local"
+        )
+
+
+class RpcGroup:
+    """This process's membership in the RPC group. One per process and lifetime.
+
+    Trainers call the server, never each other.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, config: Config) -> None:
+        """Joins; blocks until all ranks have, for config.start_timeout at most.
+
+        Raises:
+            LaunchError: that did not happen.
+        """
+        topology = rendezvous.topology
+        dist.register_rendezvous_handler(
+            SCHEME, lambda url, **_: iter([(rendezvous.store, topology.rank, topology.world_size)])
+        )
+        options = rpc.TensorPipeRpcBackendOptions(
+            num_worker_threads=_num_threads(topology),
+            rpc_timeout=config.rpc_timeout,
+            init_method=f"{SCHEME}://",
+            _transports=["uv"],  # the default, shm, polls: an idle process takes a whole core
+        )
+
+        def join() -> None:
+            rpc.init_rpc(
+                _name(topology.rank),
+                rank=topology.rank,
+                world_size=topology.world_size,
+                rpc_backend_options=options,
+            )
+
+        with warnings.catch_warnings():
+            # RPC's own start uses a process group in a way that torch itself calls deprecated.
+            warnings.filterwarnings(
+                "ignore", message="You are using a Backend", category=UserWarning
+            )
+            joined, error = _within(config.start_timeout, join)
+        if not joined:
+            raise LaunchError(f"RPC did not start: {_first_line(error or 'no answer in time')}")
+
+    def close(self) -> bool:
+        """Leave together with all others; tells whether that worked in time.
+
+        For when everybody is there to leave. A process that does not close must end by
+        os._exit, as a normal exit aborts on running threads.
+        """
+        closed, error = _within(2 * CLOSE_BOUND_S, lambda: rpc.shutdown(timeout=CLOSE_BOUND_S))
+        if not closed:
+            log.warning("RPC did not close: %s", _first_line(error or "no answer in time"))
+        return closed
+
+
+def _within(bound_s: float, call: Callable[[], None]) -> tuple[bool, Exception | None]:
+    """Whether the call returned in time, and what it raised.
+
+    It runs in a thread of its own: torch's calls neither keep a bound in every case nor let a
+    signal through.
+    """
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            call()
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name=THREAD, daemon=True)
+    thread.start()
+    thread.join(bound_s)
+    return not thread.is_alive() and not errors, errors[0] if errors else None
+
+
+def _first_line(error: object) -> str:
+    return (str(error).splitlines() or [""])[0]
+
+
+def _name(rank: int) -> str:
+    return "server" if rank == SERVER_RANK else f"trainer-{rank}"
+
+
+def _num_threads(topology: Topology) -> int:
+    """The server computes in these threads: one for each trainer, as each makes one call at a
+    time, and one to spare for the goodbye of all. Fewer only make calls wait for each other."""
+    return len(topology.trainers) + 1 if topology.is_server else 2
+
+
+class RpcServer:
+    """The server's end (see choice.ServerEnd)."""
+
+    invitation: Mapping[str, str] = {"link": "rpc"}
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._group: RpcGroup | None = None
+
+    def open(self, rendezvous: Rendezvous, config: Config) -> None:
+        serve(self._service)
+        self._group = RpcGroup(rendezvous, config)
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.close()
+
+
+# RPC finds the server by this one name; nothing else may use it.
+_served: Service | None = None
+
+
+def serve(server: Service) -> None:
+    """Let the trainers' calls reach this object. Before RpcGroup, so that none is too early."""
+    global _served
+    _served = server
+
+
+def _answer(method: str, *args: Any) -> Any:
+    assert _served is not None, "nothing is served in this process"
+    return answer(_served, method, *args)
+
+
+def _answer_later(method: str, *args: Any) -> Future[Any]:
+    answered = _answer(method, *args)
+    if isinstance(answered, torch.futures.Future):
+        return answered
+    failed: Future[Any] = Future()
+    failed.set_result(answered)
+    return failed
+
+
+if rpc is not None and rpc.is_available():
+    _answer_later = rpc.functions.async_execution(_answer_later)
+
+
+class RpcLink:
+    """The server, called over RPC (see protocol.Server)."""
+
+    by_message = True
+
+    def __init__(self, rendezvous: Rendezvous, config: Config) -> None:
+        check_rpc()
+        self._group = RpcGroup(rendezvous, config)
+
+    def open_mailbox(self, flat: FlatModel) -> Mailbox:
+        return private_mailbox(flat)
+
+    def close(self) -> None:
+        self._group.close()
+
+    def join(self, trainer: int, layout: str | None) -> None:
+        _call(_answer, "join", trainer, layout)
+
+    def next_order(self, trainer: int, result: Result | None) -> Order:
+        order: Order = _call(_answer_later, "next_order", trainer, result)
+        return order
+
+    def forward(self, trainer: int, epoch: int, batch: int, inputs: Tensor) -> Tensor:
+        outputs: Tensor = _call(_answer, "forward", trainer, epoch, batch, inputs)
+        return outputs
+
+    def backward(self, trainer: int, output_gradient: Tensor) -> None:
+        _call(_answer, "backward", trainer, output_gradient)
+
+    def evaluate(self, trainer: int, inputs: Tensor) -> Tensor:
+        outputs: Tensor = _call(_answer, "evaluate", trainer, inputs)
+        return outputs
+
+    def leave(self, trainer: int) -> None:
+        _call(_answer, "leave", trainer)
+
+    def fail(self, trainer: int, cause: str, exit_code: int) -> None:
+        _call(_answer, "fail", trainer, cause, exit_code)
+
+
+def _call(function: Callable[..., Any], method: str, *args: Any) -> Any:
+    try:
+        answered = rpc.rpc_sync(_name(SERVER_RANK), function, args=(method, *args))
+    except RuntimeError as error:
+        if "RPC ran for more than" in str(error):
+            limit = f"{rpc.get_rpc_timeout():.0f} s (--rpc-timeout)"
+            raise PeerLost(f"{method} got no answer from the server in {limit}") from None
+        raise PeerLost(f"lost the server during {method}: {_first_line(error)}") from None
+    return value(method, answered)
