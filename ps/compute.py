@@ -26,6 +26,8 @@ class Contribution:
     version: int
     """Of the weights they were computed on."""
     buffers: Sequence[Tensor]
+    blocks: Sequence[Tensor] | None = None
+    """The elements of the gradients in fewer tensors, if there are such."""
 
 
 class Compute(Protocol):
@@ -109,6 +111,13 @@ class OnServer:
         self._store.refresh(self._evaluation)
 
 
+@dataclass(frozen=True, slots=True)
+class _Views:
+    gradients: Sequence[Tensor]
+    buffers: Sequence[Tensor]
+    blocks: Sequence[Tensor]
+
+
 _CHANGED = -1  # a step changes the buffers of the trainer's copy
 
 
@@ -119,15 +128,16 @@ class OnTrainers:
         self._store = store
         self.flat = store.flatten()
         self._mailboxes: dict[int, Mailbox] = {}
-        self._views: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+        self._views: dict[int, _Views] = {}
         self._held: dict[int, int] = {}  # the version that each trainer's weights have
 
     def attach(self, trainer: int, mailbox: Mailbox) -> None:
         """Exchange tensors through a mailbox with this trainer, instead of in the messages."""
         self._mailboxes[trainer] = mailbox
-        self._views[trainer] = (
+        self._views[trainer] = _Views(
             self.flat.trained.views(mailbox.gradients),
             self.flat.buffers.views(mailbox.weights),
+            self.flat.trained.blocks(mailbox.gradients),
         )
 
     def check_layout(self, trainer: int, layout: str | None) -> None:
@@ -140,18 +150,21 @@ class OnTrainers:
     def contribution(self, trainer: int, result: Trained) -> Contribution:
         push = result.gradient
         assert isinstance(push, Push)
-        if trainer in self._mailboxes:
-            gradients, buffers = self._views[trainer]
-        else:
-            assert push.gradients is not None and push.buffers is not None
-            gradients = self.flat.trained.views(push.gradients)
-            buffers = self.flat.buffers.views(push.buffers, base=self.flat.buffers.start)
+        views = self._views.get(trainer) or self._views_of(push)
         self._held[trainer] = _CHANGED
-        if not push.unused:
-            return Contribution(gradients, push.version, buffers)
-        unused = set(push.unused)
-        used = [None if place in unused else g for place, g in enumerate(gradients)]
-        return Contribution(used, push.version, buffers)
+        gradients: Sequence[Tensor | None] = views.gradients
+        if push.unused:
+            unused = set(push.unused)
+            gradients = [None if place in unused else g for place, g in enumerate(gradients)]
+        return Contribution(gradients, push.version, views.buffers, views.blocks)
+
+    def _views_of(self, push: Push) -> _Views:
+        assert push.gradients is not None and push.buffers is not None
+        return _Views(
+            self.flat.trained.views(push.gradients),
+            self.flat.buffers.views(push.buffers, base=self.flat.buffers.start),
+            self.flat.trained.blocks(push.gradients),
+        )
 
     def hand_out(self, trainer: int, order: Train | Evaluate) -> Train | Evaluate:
         version = self._store.version

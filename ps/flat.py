@@ -45,6 +45,17 @@ class Layout:
         """The tensors as views of a uint8 buffer that holds the bytes from `base` to stop."""
         return [place.view(buffer, base) for place in self._places]
 
+    def blocks(self, buffer: Tensor) -> list[Tensor]:
+        """The same bytes of a buffer, and the gaps, in as few tensors as there are runs of one
+        dtype."""
+        runs: list[tuple[int, int, torch.dtype]] = []
+        for place in self._places:
+            start = place.start
+            if runs and runs[-1][2] == place.dtype:
+                start = runs.pop()[0]
+            runs.append((start, place.stop, place.dtype))
+        return [buffer[start:stop].view(dtype) for start, stop, dtype in runs]
+
     def describe(self) -> str:
         """The same text for equal layouts, and only for these."""
         return repr(self._places)

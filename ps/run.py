@@ -8,7 +8,7 @@ import platform
 import time
 import traceback
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -21,9 +21,11 @@ from ps.devices import choose_devices, place
 from ps.errors import Interrupted, PeerLost, PsError
 from ps.files import replacing
 from ps.flat import FlatModel
+from ps.links import channel
 from ps.links.answers import InProcessLink
 from ps.links.choice import Link, ServerEnd, choose, connect
 from ps.links.rendezvous import Rendezvous, record_for_torchrun
+from ps.links.shelf import Shelf, take_from
 from ps.log import log
 from ps.metrics import Metrics
 from ps.orders import Orders, Plan
@@ -35,7 +37,7 @@ from ps.step import ServerSideWorker, TrainerSideWorker, Worker
 from ps.store import Store, make_optimizer
 from ps.topology import Topology
 from ps.trainer import train
-from ps.workload import Workload, make_model, try_out
+from ps.workload import Workload, make_model, refuse_sparse, try_out
 from ps.workloads import catalogue
 
 TICK_S = 1.0
@@ -51,6 +53,9 @@ def run_server(topology: Topology, config: Config, prepared: Prepared) -> int:
     machine.keep_freed_memory()
     try:
         rendezvous = None if topology.is_alone else Rendezvous(topology, config.start_timeout)
+        shelf = Shelf() if rendezvous and channel.works_here() else None
+        if shelf:
+            shelf.open()
         job = _build(topology, config, prepared.workload)
         end = (
             choose(job.server, job.compute, topology.trainers, config.link) if rendezvous else None
@@ -67,7 +72,7 @@ def run_server(topology: Topology, config: Config, prepared: Prepared) -> int:
             if rendezvous is None or end is None:
                 _train_alone(job, topology, config)
             else:
-                _serve(job, config, rendezvous, end)
+                _serve(job, config, rendezvous, end, shelf)
         except PsError as error:
             job.server.stop(Outcome("failed", error.exit_code, str(error)))
         except (Exception, SystemExit) as error:
@@ -94,6 +99,8 @@ def run_trainer(topology: Topology, config: Config) -> int:
     rendezvous = Rendezvous(topology, config.start_timeout)
     announced = json.loads(rendezvous.announced(ready_bound_s(config)))
     torch.set_num_threads(_threads(topology, config) if config.compute == "trainer" else 1)
+    if announced["shelf"]:
+        take_from(channel.Address(**announced["shelf"]), config.start_timeout)
     workload = catalogue.load(announced["workload"], config)
     make = _WorkerMaker(config, workload)
     rendezvous.gather()
@@ -162,6 +169,7 @@ def _build(topology: Topology, config: Config, name: str) -> _Job:
     if config.compute == "server":
         compute = OnServer(store, topology.trainers, passes, input_device)
     else:
+        refuse_sparse(workload, model)
         compute = OnTrainers(store)
     server = ParameterServer(
         store,
@@ -220,9 +228,15 @@ def _train_alone(job: _Job, topology: Topology, config: Config) -> None:
     train(topology.rank, server, worker)
 
 
-def _serve(job: _Job, config: Config, rendezvous: Rendezvous, end: ServerEnd) -> None:
+def _serve(
+    job: _Job, config: Config, rendezvous: Rendezvous, end: ServerEnd, shelf: Shelf | None
+) -> None:
     """Until the job has ended, one way or the other."""
-    announced = {"workload": job.workload_name, "invitation": dict(end.invitation)}
+    announced = {
+        "workload": job.workload_name,
+        "invitation": dict(end.invitation),
+        "shelf": asdict(shelf.address) if shelf else None,
+    }
     rendezvous.announce(json.dumps(announced))
     rendezvous.gather()
     end.open(rendezvous, config)

@@ -156,7 +156,7 @@ class ParameterServer:
         """None where it must not reach the weights, which ends the job."""
         contribution = self._compute.contribution(trainer, result)
         try:
-            self._store.check(contribution.gradients)
+            self._store.check(contribution.gradients, contribution.blocks)
         except TrainingFailed as error:
             where = f"trainer rank {trainer}, epoch {result.epoch + 1}, batch {result.batch}"
             self.stop(Outcome("failed", error.exit_code, f"{where}: {error}"))

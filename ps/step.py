@@ -144,6 +144,10 @@ class _Keeper:
 
     def __call__(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
+        if parameter.grad.is_sparse:
+            raise TrainingFailed(
+                "a gradient is sparse, and --compute trainer takes dense ones alone"
+            )
         if self._place in self._used:
             self._view.add_(parameter.grad)
         else:

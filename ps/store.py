@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import cmath
 import copy
 import difflib
 import inspect
-import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -54,24 +54,32 @@ class Store:
         self._model = model
         self._parameters = [parameter for _, parameter in trained]
         self._tensors = _tensors(model)
+        self._num_buffers = len(list(model.buffers()))
         self._optimizer = optimizer
         self._base_lrs = [group["lr"] for group in optimizer.param_groups]
         self._lr_factor = lr_factor
         self._clip_norm = clip_norm
 
-    def check(self, gradients: Sequence[Tensor | None]) -> None:
+    def check(
+        self, gradients: Sequence[Tensor | None], blocks: Sequence[Tensor] | None = None
+    ) -> None:
         """Refuse gradients that must not reach the weights. Needs no lock: reads these alone.
+
+        blocks are fewer tensors with the same elements, and perhaps more, to look at first.
 
         Raises:
             TrainingFailed: one is not finite, or there is none at all.
         """
         if all(gradient is None for gradient in gradients):
             raise TrainingFailed("no gradient reached any parameter")
+        # One pass in the common case; a sum of finite numbers may overflow.
+        if all(map(_has_finite_sum, gradients if blocks is None else blocks)):
+            return
         for name, gradient in zip(self.names, gradients, strict=True):
-            # One pass in the common case; a sum of finite numbers may overflow.
-            if gradient is None or math.isfinite(gradient.sum().item()):
+            if gradient is None or _has_finite_sum(gradient):
                 continue
-            if not torch.isfinite(gradient).all():
+            values = gradient.coalesce().values() if gradient.is_sparse else gradient
+            if not torch.isfinite(values).all():
                 raise TrainingFailed(f"the gradient of {name} is not finite")
 
     def apply(self, gradients: Sequence[Tensor | None]) -> int:
@@ -108,6 +116,8 @@ class Store:
 
     def take_buffers(self, buffers: Iterable[Tensor]) -> None:
         """Take over the buffers of a model that has done a step, in the model's order."""
+        if not self._num_buffers:
+            return
         with torch.no_grad():
             for buffer, updated in zip(self._model.buffers(), buffers, strict=True):
                 buffer.copy_(updated)
@@ -201,6 +211,10 @@ def make_optimizer(
     except (ValueError, RuntimeError) as error:
         raise ConfigError(f"--optimizer {name}: {error}") from None
     return optimizer
+
+
+def _has_finite_sum(tensor: Tensor | None) -> bool:
+    return tensor is None or cmath.isfinite(tensor.sum().item())
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:

@@ -43,6 +43,28 @@ class Workload:
     """Whether the model is faster with its images and weights in that memory format."""
 
 
+def once_per_host(name: str, make: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
+    """Tensors for data sets in memory: made by one process, and seen by all ranks of the host.
+
+    name tells them apart in one job; make() must give the same on every rank. What is written to
+    them is seen by this process alone, or by all.
+    """
+    return _share(name, make)
+
+
+def share_by(share: Callable[[str, Callable[[], Sequence[Tensor]]], Sequence[Tensor]]) -> None:
+    """Set what once_per_host() does in this process; without it, it calls make()."""
+    global _share
+    _share = share
+
+
+def _make(name: str, make: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
+    return make()
+
+
+_share = _make
+
+
 def fetch(samples: Samples, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
     """The batch of these samples: inputs and targets, the first dimension is the sample."""
     batch = getattr(samples, "batch", None)
@@ -109,6 +131,19 @@ def make_model(workload: Workload, seed: int) -> nn.Module:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(f"workload {workload.name}: the model has no parameter to train")
     return model.train()
+
+
+def refuse_sparse(workload: Workload, model: nn.Module) -> None:
+    """Raises:
+    ConfigError: a layer of torch's makes sparse gradients, which have no place in a buffer.
+    """
+    for name, layer in model.named_modules():
+        if getattr(layer, "sparse", False) is True:
+            raise ConfigError(
+                f"workload {workload.name}: {type(layer).__name__} {name} makes sparse gradients, "
+                "and --compute trainer takes dense ones alone; make it with sparse=False, or type "
+                "--compute server"
+            )
 
 
 def try_out(

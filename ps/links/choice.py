@@ -9,6 +9,7 @@ from ps.compute import Compute, OnTrainers
 from ps.config import Config
 from ps.errors import ConfigError
 from ps.flat import FlatModel, Mailbox
+from ps.links.channel import Address
 from ps.links.local import LocalLink, LocalServer, SharedMailbox, why_not
 from ps.links.rendezvous import Rendezvous
 from ps.links.rpc import RpcLink, RpcServer, check_rpc
@@ -86,9 +87,5 @@ def connect(invitation: Mapping[str, str], rendezvous: Rendezvous, config: Confi
     """
     if invitation["link"] == "rpc":
         return RpcLink(rendezvous, config)
-    return LocalLink(
-        invitation["address"],
-        bytes.fromhex(invitation["key"]),
-        rendezvous.topology.rank,
-        config.rpc_timeout,
-    )
+    address = Address(invitation["name"], invitation["key"])
+    return LocalLink(address, rendezvous.topology.rank, config.rpc_timeout)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ps.config import Config
-from ps.workload import Workload
+from ps.workload import Workload, once_per_host
 from ps.workloads.images import Images, image_workload
 
 _Uniform = Callable[[float, float], Tensor]
@@ -40,7 +40,7 @@ _GLYPHS = (
 
 def build(config: Config) -> Workload:
     """The workload; nothing of the config matters to it."""
-    images, classes = generate(NUM_TRAIN + NUM_TEST, SEED)
+    images, classes = once_per_host("digits", lambda: generate(NUM_TRAIN + NUM_TEST, SEED))
     mean, std = 0.25, 0.25
     train = Images(images[:NUM_TRAIN], classes[:NUM_TRAIN], mean=mean, std=std)
     test = Images(images[NUM_TRAIN:], classes[NUM_TRAIN:], mean=mean, std=std)

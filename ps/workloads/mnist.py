@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ps.config import Config
-from ps.workload import Workload
+from ps.workload import Workload, once_per_host
 from ps.workloads import mnist_files
 from ps.workloads.images import Images, image_workload
 
@@ -21,11 +22,24 @@ def build(config: Config) -> Workload:
         ConfigError: a file is missing or damaged; it is named.
     """
 
-    def read(part: str) -> Images:
-        images = mnist_files.read(config.data_dir, f"{part}-images-idx3-ubyte")
-        labels = mnist_files.read(config.data_dir, f"{part}-labels-idx1-ubyte")
-        pixels = torch.frombuffer(images, dtype=torch.uint8, offset=IMAGES_HEADER_BYTES)
-        classes = torch.frombuffer(labels, dtype=torch.uint8, offset=LABELS_HEADER_BYTES)
-        return Images(pixels.view(-1, 28, 28), classes, mean=MEAN, std=STD)
+    names = [
+        *("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
+        *("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
+    ]
 
-    return image_workload("mnist", read("train"), read("t10k"))
+    def make() -> list[Tensor]:
+        return [_read(config, name) for name in names]
+
+    train_images, train_classes, test_images, test_classes = once_per_host("mnist", make)
+    return image_workload(
+        "mnist",
+        Images(train_images, train_classes, mean=MEAN, std=STD),
+        Images(test_images, test_classes, mean=MEAN, std=STD),
+    )
+
+
+def _read(config: Config, name: str) -> Tensor:
+    content = mnist_files.read(config.data_dir, name)
+    header_bytes = IMAGES_HEADER_BYTES if "images" in name else LABELS_HEADER_BYTES
+    values = torch.frombuffer(content, dtype=torch.uint8, offset=header_bytes)
+    return values.view(-1, 28, 28) if "images" in name else values

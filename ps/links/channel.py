@@ -1,0 +1,178 @@
+"""Private connections between the processes of one host, and memory that they share.
+
+The sockets are in Linux' abstract namespace and the memory is anonymous (memfd), so that nothing
+has a name in a file system: whatever is killed, nothing is left, and the size of /dev/shm does
+not matter. Messages are pickles, read only from those who know the key.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import pickle
+import secrets
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from multiprocessing.reduction import recv_handle, send_handle
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ps.errors import LaunchError
+
+KEY_BYTES = 32
+
+
+def works_here() -> bool:
+    return sys.platform == "linux"
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where to call, and the key: it is for the ranks alone."""
+
+    name: str
+    key: str
+
+
+class Channel:
+    """One end of a connection. Calls block; an end that is gone raises EOFError or OSError."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def send(self, message: Any) -> None:
+        stream = io.BytesIO()
+        _Pickler(stream, protocol=5).dump(message)
+        self._connection.send_bytes(stream.getbuffer())
+
+    def receive(self) -> Any:
+        return pickle.loads(self._connection.recv_bytes())
+
+    def send_memory(self, memory: Memory) -> None:
+        """Hand the other end the memory itself, which receive_memory() takes."""
+        send_handle(self._connection, memory.handle, None)
+
+    def receive_memory(self) -> Memory:
+        return Memory(recv_handle(self._connection))
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+class Listener:
+    """Takes calls, each in a daemon thread of its own."""
+
+    def __init__(self, serve: Callable[[Channel], None]) -> None:
+        """serve is called with each channel, and may raise EOFError or OSError at its end."""
+        self._serve = serve
+        self._key = secrets.token_bytes(KEY_BYTES)
+        name = f"parameter-server-{secrets.token_hex(8)}"
+        self.address = Address(name, self._key.hex())
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(f"\0{name}")
+        self._listener.listen()
+
+    def open(self) -> None:
+        """Answer from now on; who called earlier has waited."""
+        threading.Thread(target=self._accept, name="listener", daemon=True).start()
+
+    def close(self) -> None:
+        """Accept nobody any more; those who are connected stay so."""
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                accepted, _ = self._listener.accept()
+            except OSError:  # closed
+                return
+            connection = Connection(accepted.detach())
+            threading.Thread(
+                target=self._admit, args=(connection,), name="channel", daemon=True
+            ).start()
+
+    def _admit(self, connection: Connection) -> None:
+        """A thread for each, so that a stranger who says nothing holds nobody up."""
+        try:
+            deliver_challenge(connection, self._key)
+            answer_challenge(connection, self._key)
+            self._serve(Channel(connection))
+        except (OSError, EOFError, AuthenticationError):
+            pass
+        finally:
+            connection.close()
+
+
+def dial(address: Address, timeout_s: float) -> Channel:
+    """Call. What is received later raises BlockingIOError after timeout_s.
+
+    Raises:
+        LaunchError: nobody answers, or not with the same key.
+    """
+    caller = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+    caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    try:
+        caller.connect(f"\0{address.name}")
+        connection = Connection(caller.detach())
+        answer_challenge(connection, bytes.fromhex(address.key))
+        deliver_challenge(connection, bytes.fromhex(address.key))
+    except (OSError, EOFError, AuthenticationError) as error:
+        raise LaunchError(f"no connection to rank 0: {error or type(error).__name__}") from None
+    return Channel(connection)
+
+
+class Memory:
+    """Memory that can be handed to other processes. It stays while anybody uses it."""
+
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+
+    @classmethod
+    def allocate(cls, num_bytes: int) -> Memory:
+        """Takes all of it at once, so that none is missing later.
+
+        Raises:
+            OSError: there is not enough.
+        """
+        memory = cls(os.memfd_create("parameter-server"))
+        try:
+            os.posix_fallocate(memory.handle, 0, max(1, num_bytes))
+        except OSError:
+            memory.close()
+            raise
+        return memory
+
+    def bytes(self, *, private: bool = False) -> Tensor:
+        """It as a uint8 tensor. What is written to a private one stays in this process."""
+        access = mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE
+        return torch.frombuffer(mmap.mmap(self.handle, 0, access=access), dtype=torch.uint8)
+
+    def close(self) -> None:
+        """Once it was handed over, and bytes() is not called any more."""
+        os.close(self.handle)
+
+
+class _Pickler(pickle.Pickler):
+    """Tensors travel as their bytes: torch's own pickling takes longer than the call."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not Tensor:
+            return NotImplemented
+        flat = value.detach().contiguous().view(-1).view(torch.uint8)
+        return _tensor, (bytearray(flat.numpy()), value.dtype, tuple(value.shape))
+
+
+def _tensor(content: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    if not content:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(content, dtype=dtype).view(shape)
