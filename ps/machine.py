@@ -14,6 +14,7 @@ CGROUP = Path("/sys/fs/cgroup")
 SPIN_COUNT = "100000"
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+_PR_SET_PDEATHSIG, _SIGKILL = 1, 9
 _KEEP_BYTES = 1 << 30
 _OLD_GLIBC_LIMIT_BYTES = 1 << 25
 
@@ -100,3 +101,15 @@ def keep_freed_memory() -> None:
         mallopt(_M_MMAP_THRESHOLD, _OLD_GLIBC_LIMIT_BYTES)
     mallopt(_M_TRIM_THRESHOLD, _KEEP_BYTES)
     mallopt(_M_ARENA_MAX, 1)
+
+
+def end_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent, with that pid, ends. Linux only.
+
+    See PR_SET_PDEATHSIG in prctl(2).
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it ended before that
+        os._exit(1)

@@ -63,6 +63,7 @@ class Orders:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._batches: deque[int] = deque()
+        self._promised: dict[int, deque[int]] = {}
         self._slices: deque[int] = deque()
         self._handed_out: dict[int, Train | Evaluate] = {}
         self._epoch = -1
@@ -90,11 +91,30 @@ class Orders:
 
     def take_batch(self, trainer: int) -> Train | None:
         """As take_slice, for training; None also while an evaluation is open."""
-        if not self._batches:
+        batch = self._next_batch(trainer)
+        if batch is None:
             return None
-        train = self._batch(self._batches.popleft())
+        train = self._batch(batch)
         self._hand_out(trainer, train)
         return train
+
+    def promise(self, trainer: int, count: int) -> Sequence[Train]:
+        """The batches the trainer is to take next: those promised before, and more up to count.
+
+        Another trainer takes them when nothing else is left.
+        """
+        promised = self._promised.setdefault(trainer, deque())
+        while self._batches and len(promised) < count:
+            promised.append(self._batches.popleft())
+        return [self._batch(batch) for batch in promised]
+
+    def _next_batch(self, trainer: int) -> int | None:
+        if promised := self._promised.get(trainer):
+            return promised.popleft()
+        if self._batches:
+            return self._batches.popleft()
+        longest = max(self._promised.values(), key=len, default=None)
+        return longest.pop() if longest else None
 
     def _hand_out(self, trainer: int, order: Train | Evaluate) -> None:
         assert trainer not in self._handed_out, f"trainer {trainer} already holds an order"
@@ -118,6 +138,7 @@ class Orders:
 
     def leave(self, trainer: int) -> None:
         """Forget the trainer; what it held goes back to the head of the list."""
+        self._batches.extendleft(reversed(self._promised.pop(trainer, ())))
         order = self._handed_out.pop(trainer, None)
         if isinstance(order, Train):
             self._batches.appendleft(order.batch)
@@ -129,7 +150,7 @@ class Orders:
 
         So the weights stand still while they are evaluated.
         """
-        if self._batches or self._slices or self._handed_out:
+        if self._batches or self._slices or self._handed_out or any(self._promised.values()):
             return
         if self._evaluating != self._epoch:
             self._evaluating = self._epoch

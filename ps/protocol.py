@@ -29,6 +29,8 @@ class Train:
     epoch: int
     batch: int
     indices: Sequence[int]
+    ahead: Sequence[Train] = field(default=(), compare=False)
+    """What the trainer gets next, if nobody else is faster."""
     weights: Weights | None = field(default=None, compare=False)
 
 

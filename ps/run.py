@@ -26,6 +26,7 @@ from ps.links.answers import InProcessLink
 from ps.links.choice import Link, ServerEnd, choose, connect
 from ps.links.rendezvous import Rendezvous, record_for_torchrun
 from ps.links.shelf import Shelf, take_from
+from ps.loading import Loader
 from ps.log import log
 from ps.metrics import Metrics
 from ps.orders import Orders, Plan
@@ -116,6 +117,7 @@ def run_trainer(topology: Topology, config: Config) -> int:
         with suppress(Exception):
             server.fail(topology.rank, _in_one_line(error), code)
     server.close()
+    make.loader.close()
     return code
 
 
@@ -178,6 +180,7 @@ def _build(topology: Topology, config: Config, name: str) -> _Job:
         compute,
         trainers=topology.trainers,
         max_lag=config.max_lag,
+        lookahead=config.num_workers and config.num_workers + 1,
     )
     return _Job(
         workload_name=name,
@@ -203,6 +206,7 @@ class _WorkerMaker:
     def __init__(self, config: Config, workload: Workload) -> None:
         self._workload = workload
         self._passes = Passes.of(config, workload)
+        self.loader = Loader(workload.train, self._passes, config.num_workers)
         self._model: nn.Module | None = None
         if config.compute == "trainer":
             self._model = self._passes.prepare(make_model(workload, config.seed))
@@ -211,21 +215,28 @@ class _WorkerMaker:
         """Joins the server."""
         if self._model is None:
             server.join(trainer, None)
-            return ServerSideWorker(trainer, server, self._workload, self._passes)
+            return ServerSideWorker(trainer, server, self._workload, self._passes, self.loader)
         flat = FlatModel(self._model)
         mailbox = server.open_mailbox(flat)
         server.join(trainer, flat.describe())
         flat.move_to(mailbox.weights, keep_values=False)
         return TrainerSideWorker(
-            self._workload, self._model, flat, mailbox, self._passes, by_message=server.by_message
+            self._workload,
+            self._model,
+            flat,
+            mailbox,
+            self._passes,
+            self.loader,
+            by_message=server.by_message,
         )
 
 
 def _train_alone(job: _Job, topology: Topology, config: Config) -> None:
     """World size 1: the one process is server and trainer."""
     server = InProcessLink(job.server, job.compute, topology.rank)
-    worker = _WorkerMaker(config, job.workload).worker(topology.rank, server)
-    train(topology.rank, server, worker)
+    make = _WorkerMaker(config, job.workload)
+    train(topology.rank, server, make.worker(topology.rank, server))
+    make.loader.close()
 
 
 def _serve(

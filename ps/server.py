@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import Tensor
@@ -50,7 +50,9 @@ class ParameterServer:
         *,
         trainers: Iterable[int],
         max_lag: int | None = None,
+        lookahead: int = 0,
     ) -> None:
+        """lookahead is how many orders a trainer is told in advance, for loading their data."""
         self.ended = threading.Event()
         self._lock = store.lock
         self._compute = compute
@@ -62,6 +64,7 @@ class ParameterServer:
         self._round: dict[int, tuple[Trained, Contribution]] = {}
         self._waiting: dict[int, tuple[float, Future[Order]]] = {}
         self._outcome: Outcome | None = None
+        self._lookahead = lookahead
 
     @property
     def all_left(self) -> bool:
@@ -214,6 +217,11 @@ class ParameterServer:
             orders[trainer] = batch
             self._pacing.start(trainer)
             self._metrics.handed_out(trainer, now)
+        for count in range(1, self._lookahead + 1):  # so that a round's batches stay together
+            for trainer, order in orders.items():
+                if isinstance(order, Train):
+                    ahead = self._orders.promise(trainer, count)
+                    orders[trainer] = replace(order, ahead=ahead)
         return [(self._waiting.pop(t)[1], self._complete(t, o)) for t, o in orders.items()]
 
     def _complete(self, trainer: int, order: Order) -> Order:

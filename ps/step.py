@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ps.errors import TrainingFailed
 from ps.flat import FlatModel, Mailbox
+from ps.loading import Loader
 from ps.passes import Passes
 from ps.protocol import Evaluate, Evaluated, Push, Result, Server, Train, Trained
 from ps.randomness import seed_process, step_seed
@@ -27,23 +28,27 @@ class ServerSideWorker:
     with the order, and the server's part goes on from there. Two calls make a step.
     """
 
-    def __init__(self, trainer: int, server: Server, workload: Workload, passes: Passes) -> None:
+    def __init__(
+        self, trainer: int, server: Server, workload: Workload, passes: Passes, loader: Loader
+    ) -> None:
         self._trainer = trainer
         self._server = server
         self._workload = workload
         self._passes = passes
+        self._loader = loader
 
     def do(self, order: Train | Evaluate) -> Result:
         """Blocks for several calls to the server."""
         return self._train(order) if isinstance(order, Train) else self._evaluate(order)
 
     def _train(self, order: Train) -> Trained:
+        self._loader.expect(order.ahead)
         samples, loss_sum, gradient = len(order.indices), 0.0, None
         for part, indices in enumerate(self._passes.parts(order.indices)):
             if gradient is not None:
                 self._server.backward(self._trainer, gradient)
+            inputs, targets = self._loader.batch(order, part, indices)
             seed_process(step_seed(self._passes.seed, order.epoch, order.batch, part))
-            inputs, targets = fetch(self._workload.train, indices)
             outputs = self._server.forward(self._trainer, order.epoch, order.batch, inputs)
             loss = self._workload.loss(outputs.requires_grad_(), targets)
             _backward(loss, len(indices), samples)
@@ -75,6 +80,7 @@ class TrainerSideWorker:
         flat: FlatModel,
         mailbox: Mailbox,
         passes: Passes,
+        loader: Loader,
         *,
         by_message: bool,
     ) -> None:
@@ -86,6 +92,7 @@ class TrainerSideWorker:
         self._model = model
         self._mailbox = mailbox
         self._passes = passes
+        self._loader = loader
         self._by_message = by_message
         self._flat = flat
         self._used: set[int] = set()
@@ -102,11 +109,12 @@ class TrainerSideWorker:
         return self._train(order) if isinstance(order, Train) else self._evaluate(order)
 
     def _train(self, order: Train) -> Trained:
+        self._loader.expect(order.ahead)
         samples, loss_sum = len(order.indices), 0.0
         self._used.clear()
         for part, indices in enumerate(self._passes.parts(order.indices)):
+            inputs, targets = self._loader.batch(order, part, indices)
             seed_process(step_seed(self._passes.seed, order.epoch, order.batch, part))
-            inputs, targets = fetch(self._workload.train, indices)
             outputs = self._passes.run(self._model, inputs)
             loss = self._workload.loss(outputs, targets)
             _backward(loss, len(indices), samples)

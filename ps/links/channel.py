@@ -50,12 +50,10 @@ class Channel:
         self._connection = connection
 
     def send(self, message: Any) -> None:
-        stream = io.BytesIO()
-        _Pickler(stream, protocol=5).dump(message)
-        self._connection.send_bytes(stream.getbuffer())
+        self._connection.send_bytes(encode(message))
 
     def receive(self) -> Any:
-        return pickle.loads(self._connection.recv_bytes())
+        return decode(self._connection.recv_bytes())
 
     def send_memory(self, memory: Memory) -> None:
         """Hand the other end the memory itself, which receive_memory() takes."""
@@ -160,6 +158,18 @@ class Memory:
     def close(self) -> None:
         """Once it was handed over, and bytes() is not called any more."""
         os.close(self.handle)
+
+
+def encode(message: Any) -> bytes:
+    """A message as bytes; CPU tensors in it may have any dtype and shape."""
+    stream = io.BytesIO()
+    _Pickler(stream, protocol=5).dump(message)
+    return stream.getvalue()
+
+
+def decode(content: bytes) -> Any:
+    """The message. Only for bytes from encode() in a process of this job: it is a pickle."""
+    return pickle.loads(content)
 
 
 class _Pickler(pickle.Pickler):
