@@ -8,37 +8,26 @@ import platform
 import time
 import traceback
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import nn
 
 from ps import interruption, machine
-from ps.compute import Compute, OnServer, OnTrainers
 from ps.config import Config
-from ps.devices import choose_devices, place
 from ps.errors import Interrupted, PeerLost, PsError
 from ps.files import replacing
-from ps.flat import FlatModel
 from ps.links import channel
 from ps.links.answers import InProcessLink
-from ps.links.choice import Link, ServerEnd, choose, connect
+from ps.links.choice import ServerEnd, choose, connect
 from ps.links.rendezvous import Rendezvous, record_for_torchrun
 from ps.links.shelf import Shelf, take_from
-from ps.loading import Loader
 from ps.log import log
-from ps.metrics import Metrics
-from ps.orders import Orders, Plan
-from ps.passes import Passes
+from ps.parts import ServerParts, TrainerParts, server_parts, threads_of
 from ps.preparation import Prepared, ready_bound_s
-from ps.schedule import schedule_factor
 from ps.server import Outcome, ParameterServer
-from ps.step import ServerSideWorker, TrainerSideWorker, Worker
-from ps.store import Store, make_optimizer
 from ps.topology import Topology
 from ps.trainer import train
-from ps.workload import Workload, make_model, refuse_sparse, try_out
 from ps.workloads import catalogue
 
 TICK_S = 1.0
@@ -51,13 +40,12 @@ def run_server(topology: Topology, config: Config, prepared: Prepared) -> int:
     Raises:
         PsError: the job could not start; nothing is left behind.
     """
-    machine.keep_freed_memory()
     try:
         rendezvous = None if topology.is_alone else Rendezvous(topology, config.start_timeout)
         shelf = Shelf() if rendezvous and channel.works_here() else None
         if shelf:
             shelf.open()
-        job = _build(topology, config, prepared.workload)
+        job = server_parts(topology, config, prepared.workload)
         end = (
             choose(job.server, job.compute, topology.trainers, config.link) if rendezvous else None
         )
@@ -65,6 +53,7 @@ def run_server(topology: Topology, config: Config, prepared: Prepared) -> int:
         prepared.run_dir.discard()
         raise
     prepared.gate.open()
+    machine.keep_freed_memory()  # not earlier: the model's first place is given back
     try:
         interruption.raise_once()
         prepared.run_dir.publish()
@@ -96,17 +85,17 @@ def run_trainer(topology: Topology, config: Config) -> int:
     Raises:
         PsError: the job could not start, or the server is lost.
     """
-    machine.keep_freed_memory()
     rendezvous = Rendezvous(topology, config.start_timeout)
     announced = json.loads(rendezvous.announced(ready_bound_s(config)))
-    torch.set_num_threads(_threads(topology, config) if config.compute == "trainer" else 1)
+    torch.set_num_threads(threads_of(topology, config) if config.compute == "trainer" else 1)
     if announced["shelf"]:
         take_from(channel.Address(**announced["shelf"]), config.start_timeout)
     workload = catalogue.load(announced["workload"], config)
-    make = _WorkerMaker(config, workload)
+    make = TrainerParts(config, workload)
     rendezvous.gather()
     server = connect(announced["invitation"], rendezvous, config)
     worker = make.worker(topology.rank, server)
+    machine.keep_freed_memory()
     code = 0
     try:
         train(topology.rank, server, worker)
@@ -121,126 +110,16 @@ def run_trainer(topology: Topology, config: Config) -> int:
     return code
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Job:
-    """What the server is made of."""
-
-    workload_name: str
-    workload: Workload
-    plan: Plan
-    threads: int
-    store: Store
-    compute: Compute
-    server: ParameterServer
-
-
-def _build(topology: Topology, config: Config, name: str) -> _Job:
-    """What can be wrong with options and plug-in, and needs torch to be seen, is found here."""
-    workload = catalogue.load(name, config)
-    plan = Plan(
-        num_train_samples=len(workload.train),
-        num_test_samples=len(workload.test),
-        batch_size=config.batch_size * config.accumulate,
-        epochs=config.epochs,
-        seed=config.seed,
-        batches_per_update=len(topology.trainers) if config.max_lag == 0 else 1,
-    )
-    threads = _threads(topology, config)
-    torch.set_num_threads(threads)
-    passes = Passes.of(config, workload)
-    model = passes.prepare(make_model(workload, config.seed))
-    input_device = place(model, choose_devices(config.num_gpus, torch.cuda.device_count()))
-    try_out(workload, model, input_device, passes.run)
-    optimizer = make_optimizer(
-        config.optimizer,
-        [parameter for parameter in model.parameters() if parameter.requires_grad],
-        lr=config.lr,
-        momentum=config.momentum,
-        weight_decay=config.weight_decay,
-    )
-    factor = schedule_factor(config.lr_schedule)
-    store = Store(
-        model,
-        optimizer,
-        lr_factor=None
-        if config.lr_schedule == "constant"
-        else lambda version: factor(version, plan.total_updates),
-        clip_norm=config.clip_norm,
-    )
-    compute: Compute
-    if config.compute == "server":
-        compute = OnServer(store, topology.trainers, passes, input_device)
-    else:
-        refuse_sparse(workload, model)
-        compute = OnTrainers(store)
-    server = ParameterServer(
-        store,
-        Orders(plan),
-        Metrics(plan, topology.trainers),
-        compute,
-        trainers=topology.trainers,
-        max_lag=config.max_lag,
-        lookahead=config.num_workers and config.num_workers + 1,
-    )
-    return _Job(
-        workload_name=name,
-        workload=workload,
-        plan=plan,
-        threads=threads,
-        store=store,
-        compute=compute,
-        server=server,
-    )
-
-
-def _threads(topology: Topology, config: Config) -> int:
-    """Threads of one forward or backward."""
-    return config.threads or machine.threads_per_pass(
-        machine.usable_cores(), len(topology.trainers)
-    )
-
-
-class _WorkerMaker:
-    """Makes a trainer's worker; the model, which may take long, before the trainer is ready."""
-
-    def __init__(self, config: Config, workload: Workload) -> None:
-        self._workload = workload
-        self._passes = Passes.of(config, workload)
-        self.loader = Loader(workload.train, self._passes, config.num_workers)
-        self._model: nn.Module | None = None
-        if config.compute == "trainer":
-            self._model = self._passes.prepare(make_model(workload, config.seed))
-
-    def worker(self, trainer: int, server: Link) -> Worker:
-        """Joins the server."""
-        if self._model is None:
-            server.join(trainer, None)
-            return ServerSideWorker(trainer, server, self._workload, self._passes, self.loader)
-        flat = FlatModel(self._model)
-        mailbox = server.open_mailbox(flat)
-        server.join(trainer, flat.describe())
-        flat.move_to(mailbox.weights, keep_values=False)
-        return TrainerSideWorker(
-            self._workload,
-            self._model,
-            flat,
-            mailbox,
-            self._passes,
-            self.loader,
-            by_message=server.by_message,
-        )
-
-
-def _train_alone(job: _Job, topology: Topology, config: Config) -> None:
+def _train_alone(job: ServerParts, topology: Topology, config: Config) -> None:
     """World size 1: the one process is server and trainer."""
     server = InProcessLink(job.server, job.compute, topology.rank)
-    make = _WorkerMaker(config, job.workload)
+    make = TrainerParts(config, job.workload)
     train(topology.rank, server, make.worker(topology.rank, server))
     make.loader.close()
 
 
 def _serve(
-    job: _Job, config: Config, rendezvous: Rendezvous, end: ServerEnd, shelf: Shelf | None
+    job: ServerParts, config: Config, rendezvous: Rendezvous, end: ServerEnd, shelf: Shelf | None
 ) -> None:
     """Until the job has ended, one way or the other."""
     announced = {
@@ -268,7 +147,7 @@ def _wait_until_ended(server: ParameterServer, rpc_timeout_s: float) -> None:
             return
 
 
-def _announce_plan(job: _Job, topology: Topology, config: Config) -> None:
+def _announce_plan(job: ServerParts, topology: Topology, config: Config) -> None:
     plan, num = job.plan, len(topology.trainers)
     log.info(
         "workload %s: %d epoch%s of %d updates, %d training and %d test samples",
@@ -290,7 +169,7 @@ def _announce_plan(job: _Job, topology: Topology, config: Config) -> None:
     )
 
 
-def _finish(job: _Job, topology: Topology, config: Config, prepared: Prepared) -> Outcome:
+def _finish(job: ServerParts, topology: Topology, config: Config, prepared: Prepared) -> Outcome:
     """Write what the run leaves, and the last line."""
     outcome, numbers = job.server.result()
     duration_s = time.monotonic() - prepared.started_at

@@ -209,8 +209,8 @@ class ParameterServer:
         orders: dict[int, Order] = {}
         over = self._outcome is not None or self._orders.finished
         for trainer in self._waiting:
-            if order := Finished() if over else self._orders.take_slice(trainer):
-                orders[trainer] = order
+            if first := Finished() if over else self._orders.take_slice(trainer):
+                orders[trainer] = first
         for trainer in self._pacing.ready(self._waiting.keys()) if not orders else ():
             if not (batch := self._orders.take_batch(trainer)):
                 break
