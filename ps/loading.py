@@ -26,7 +26,7 @@ class Loader:
     """Fetches the parts of orders. What a data set draws at random depends on the part alone."""
 
     def __init__(self, samples: Samples, passes: Passes, num_workers: int = 0) -> None:
-        """Starts num_workers processes, which load ahead what expect() announces.
+        """Starts num_workers processes, which load ahead what expect() tells.
 
         They are forks of this one, so that any data set works, and end with it.
         """
@@ -43,18 +43,23 @@ class Loader:
             )
             self._pool.submit(os.getpid).result()  # forks all now, while there are few threads
 
-    def expect(self, orders: Sequence[Train]) -> None:
-        """Load these ahead, the first one first, and nothing else any more."""
+    def expect(self, order: Train) -> None:
+        """Load ahead what follows this order, and nothing else any more but the order itself."""
         if self._pool is None:
             return
         known, self._ahead = self._ahead, {}
-        for order in orders:
-            for part, indices in enumerate(self._passes.parts(order.indices)):
-                key = (order.epoch, order.batch, part)
-                loading = known.pop(key) if key in known else self._pool.submit(_load, key, indices)
-                self._ahead[key] = loading
-        for future in known.values():
-            future.cancel()
+        for key, _ in self._keys(order):
+            if key in known:
+                self._ahead[key] = known.pop(key)
+        for key, indices in (item for following in order.ahead for item in self._keys(following)):
+            loading = known.pop(key) if key in known else self._pool.submit(_load, key, indices)
+            self._ahead[key] = loading
+        for unexpected in known.values():
+            unexpected.cancel()
+
+    def _keys(self, order: Train) -> list[tuple[_Part, Sequence[int]]]:
+        parts = self._passes.parts(order.indices)
+        return [((order.epoch, order.batch, part), parts[part]) for part in range(len(parts))]
 
     def batch(self, order: Train, part: int, indices: Sequence[int]) -> Batch:
         """Inputs and targets. Blocks until they are there."""

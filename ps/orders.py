@@ -167,7 +167,7 @@ class Orders:
     def _batch(self, batch: int) -> Train:
         start = batch * self._plan.batch_size
         indices = self._permutation[start : start + self._plan.batch_size]
-        return Train(self._epoch, batch, tuple(indices))
+        return Train(self._epoch, batch, indices)
 
     def _slice(self, index: int) -> Evaluate:
         assert self._evaluating is not None

@@ -20,6 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
+@functools.lru_cache(maxsize=16)
 def step_seed(seed: int, epoch: int, batch: int, part: int = 0) -> int:
     """A seed for one pass, of 63 bits; the same in every process and Python version.
 

@@ -42,7 +42,7 @@ class ServerSideWorker:
         return self._train(order) if isinstance(order, Train) else self._evaluate(order)
 
     def _train(self, order: Train) -> Trained:
-        self._loader.expect(order.ahead)
+        self._loader.expect(order)
         samples, loss_sum, gradient = len(order.indices), 0.0, None
         for part, indices in enumerate(self._passes.parts(order.indices)):
             if gradient is not None:
@@ -109,7 +109,7 @@ class TrainerSideWorker:
         return self._train(order) if isinstance(order, Train) else self._evaluate(order)
 
     def _train(self, order: Train) -> Trained:
-        self._loader.expect(order.ahead)
+        self._loader.expect(order)
         samples, loss_sum = len(order.indices), 0.0
         self._used.clear()
         for part, indices in enumerate(self._passes.parts(order.indices)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -30,7 +31,10 @@ class Images:
 
     def batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         """float32 [len(indices), 1, 28, 28] and int64 [len(indices)]."""
-        chosen = torch.tensor(indices)
+        if isinstance(indices, array):
+            chosen = torch.frombuffer(indices, dtype=torch.int64)
+        else:
+            chosen = torch.tensor(indices)
         pixels = self._images[chosen].unsqueeze(1).to(torch.float32)
         inputs = pixels.sub_(255 * self._mean).div_(255 * self._std)
         return inputs, self._classes[chosen].to(torch.int64)
