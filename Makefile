@@ -25,10 +25,10 @@ LAUNCH = run_dir='$(RUN_DIR)'; before=; \
 	--nproc_per_node=$(1) --log-dir="$$run_dir/torchrun" launch.py --run-dir="$$run_dir"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train smoke test test-fast fmt lint types check bench clean
+.PHONY: help setup train smoke test test-fast fmt lint types check bench bench-quick clean
 
 help: ## print this
-	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | awk -F '\t' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | awk -F '\t' '{printf "  make %-11s %s\n", $$1, $$2}'
 	@echo
 	@echo "  make train WORLD=4 ARGS=\"--optimizer Adam --lr 0.001\"   one server, three trainers"
 	@echo "  make train WORLD=3 DATA_DIR=folder-with-MNIST-raw      python launch.py --help lists ARGS"
@@ -61,10 +61,11 @@ types: $(VENV)/.dev ## check types
 
 check: lint types test-fast ## lint, types and fast tests
 
-bench: $(VENV)/.run ## measure rate, start and idle cost; takes about 10 minutes
-	@$(BIN)/python -m benchmarks.rate
-	@$(BIN)/python -m benchmarks.start
-	@$(BIN)/python -m benchmarks.idle
+bench: $(VENV)/.run ## measure against loops, DDP, Hogwild, the tutorial, Ray; under 10 minutes
+	@$(BIN)/python -m benchmarks.bench
+
+bench-quick: $(VENV)/.run ## the same with fewer rounds; under 2 minutes
+	@$(BIN)/python -m benchmarks.bench --quick
 
 clean: ## remove .venv and caches; data and runs stay
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from ps.errors import ConfigError
 from ps.schedule import FORMS, schedule_factor
 
+LR = 0.03
 WEEK_S = 7 * 24 * 3600
 USAGE = "torchrun --standalone --nproc_per_node=WORLD_SIZE launch.py [options]"
 EPILOG = """\
@@ -77,7 +78,13 @@ class Config:
     epochs: int = option(1, "passes over the training set", group="training", least=1)
     batch_size: int = option(32, "samples that are computed at once", group="training", least=1)
     optimizer: str = option("SGD", "any optimizer of torch.optim, by name", group="training")
-    lr: float = option(0.03, "learning rate", group="training", above=0)
+    lr: float | None = option(
+        None,
+        f"learning rate; without it {LR} for each batch of --batch-size in an update, so times "
+        "the trainers with --staleness 0, and times --accumulate",
+        group="training",
+        above=0,
+    )
     momentum: float | None = option(
         None, "momentum factor, the optimizer's own without it", group="training", least=0, most=1
     )
@@ -186,6 +193,14 @@ class Config:
             raise ConfigError(
                 f"--workload must be auto, mnist, digits or module:function, got {self.workload!r}"
             )
+
+    def lr_of(self, batches_per_update: int) -> float:
+        """The learning rate for updates that are a mean over so many batches of --batch-size.
+
+        The linear scaling rule of Goyal et al., "Accurate, Large Minibatch SGD" (2017), unless
+        --lr was typed.
+        """
+        return LR * batches_per_update if self.lr is None else self.lr
 
     @property
     def max_lag(self) -> int | None:

@@ -35,6 +35,7 @@ class ServerParts:
     workload: Workload
     plan: Plan
     threads: int
+    lr: float
     store: Store
     compute: Compute
     server: ParameterServer
@@ -57,10 +58,11 @@ def server_parts(topology: Topology, config: Config, name: str) -> ServerParts:
     model = passes.prepare(make_model(workload, config.seed))
     input_device = place(model, choose_devices(config.num_gpus, torch.cuda.device_count()))
     try_out(workload, model, input_device, passes.run)
+    lr = config.lr_of(config.accumulate * plan.batches_per_update)
     optimizer = make_optimizer(
         config.optimizer,
         [parameter for parameter in model.parameters() if parameter.requires_grad],
-        lr=config.lr,
+        lr=lr,
         momentum=config.momentum,
         weight_decay=config.weight_decay,
     )
@@ -90,6 +92,7 @@ def server_parts(topology: Topology, config: Config, name: str) -> ServerParts:
         workload=workload,
         plan=plan,
         threads=threads,
+        lr=lr,
         store=store,
         compute=compute,
         server=server,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ps import interruption, machine
-from ps.config import Config
+from ps.config import LR, Config
 from ps.errors import Interrupted, PeerLost, PsError
 from ps.files import replacing
 from ps.links import channel
@@ -94,10 +94,10 @@ def run_trainer(topology: Topology, config: Config) -> int:
     make = TrainerParts(config, workload)
     rendezvous.gather()
     server = connect(announced["invitation"], rendezvous, config)
-    worker = make.worker(topology.rank, server)
-    machine.keep_freed_memory()
     code = 0
     try:
+        worker = make.worker(topology.rank, server)
+        machine.keep_freed_memory()  # not earlier: the model's first place is given back
         train(topology.rank, server, worker)
     except PeerLost:
         raise
@@ -167,6 +167,8 @@ def _announce_plan(job: ServerParts, topology: Topology, config: Config) -> None
         "" if job.threads == 1 else "s",
         machine.usable_cores(),
     )
+    if config.lr is None and job.lr != LR:
+        log.info("learning rate %g, for so many batches in an update; --lr overrides it", job.lr)
 
 
 def _finish(job: ServerParts, topology: Topology, config: Config, prepared: Prepared) -> Outcome:
@@ -185,6 +187,7 @@ def _finish(job: ServerParts, topology: Topology, config: Config, prepared: Prep
         **numbers,
         "duration_s": duration_s,
         "threads": job.threads,
+        "lr": job.lr,
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
