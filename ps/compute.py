@@ -99,7 +99,7 @@ class OnServer:
         gradients = [parameter.grad for parameter in replica.parameters]
         for parameter in replica.parameters:
             parameter.grad = None
-        return Contribution(gradients, replica.version, list(replica.module.buffers()))
+        return Contribution(gradients, replica.version, replica.buffers)
 
     def check_layout(self, trainer: int, layout: str | None) -> None:
         """Trainers have no model."""

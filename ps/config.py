@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -177,7 +178,7 @@ class Config:
         for spec in fields(self):
             _check(spec.name, getattr(self, spec.name), spec.metadata)
         schedule_factor(self.lr_schedule)
-        if self.staleness != "inf" and not self.staleness.isdecimal():
+        if self.staleness != "inf" and not re.fullmatch("[0-9]{1,9}", self.staleness):
             raise ConfigError(
                 f"--staleness must be inf or a whole number, 0 or more, got {self.staleness!r}"
             )
@@ -292,7 +293,7 @@ def _metavar(kind: type) -> str:
 
 def _named(kind: type) -> Any:
     """The converter, under the name that argparse shows when a value does not fit."""
-    words = {int: "whole number", float: "number", Path: "folder"}
+    words = {int: "whole number", float: "number", Path: "folder", str: "text"}
 
     def convert(text: str) -> Any:
         if not text:

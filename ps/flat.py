@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ps.errors import TrainingFailed
+
 ALIGNMENT_BYTES = 64
 
 
@@ -97,18 +99,27 @@ class FlatModel:
             if keep_values:
                 view.copy_(parameter.detach())
             parameter.data = view
-        self._buffer_views = buffers
-        for slot, view in zip(self._slots, buffers, strict=True):
+        self._buffers = [_value(slot) for slot in self._slots]
+        for buffer, view in zip(self._buffers, buffers, strict=True):
             if keep_values:
-                view.copy_(_value(slot))
-            _put(slot, view)
+                view.copy_(buffer)
+            buffer.data = view  # not the view in its place: the module may know it elsewhere too
 
     def gather_buffers(self) -> None:
-        """Bring back buffers that the module replaced instead of changing them in place."""
-        for slot, view in zip(self._slots, self._buffer_views, strict=True):
-            if _value(slot) is not view:
-                view.copy_(_value(slot))
-                _put(slot, view)
+        """Bring back buffers that the module replaced instead of changing them in place.
+
+        Raises:
+            TrainingFailed: one has another shape now.
+        """
+        for slot, buffer in zip(self._slots, self._buffers, strict=True):
+            for part, name in slot:
+                value = part._buffers[name]
+                if value is buffer or value is None:
+                    continue
+                if value.shape != buffer.shape:
+                    raise TrainingFailed(f"buffer {name} changed its shape in a step")
+                buffer.copy_(value)
+                _put(slot, buffer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +161,9 @@ def _value(slot: _Slot) -> Tensor:
     return buffer
 
 
-def _put(slot: _Slot, view: Tensor) -> None:
+def _put(slot: _Slot, buffer: Tensor) -> None:
     for part, name in slot:
-        part._buffers[name] = view
+        part._buffers[name] = buffer
 
 
 def _dense_strides(tensor: Tensor) -> tuple[int, ...]:

@@ -56,12 +56,20 @@ def available_memory_bytes(cgroup: Path = CGROUP, meminfo: Path = Path("/proc/me
     ):
         try:
             used = int((cgroup / current).read_text())
-            cached = re.search(r"^inactive_file (\d+)$", (cgroup / stat).read_text(), re.M)
-            used -= int(cached[1]) if cached else 0
-            available.append(int((cgroup / limit).read_text()) - used)
+            available.append(
+                int((cgroup / limit).read_text()) - used + _cached_bytes(cgroup / stat)
+            )
         except (OSError, ValueError):
             continue  # no such cgroup version, or no limit
     return max(0, min(available))
+
+
+def _cached_bytes(stat: Path) -> int:
+    try:
+        found = re.search(r"^inactive_file (\d+)$", stat.read_text(), re.M)
+    except OSError:
+        return 0
+    return int(found[1]) if found else 0
 
 
 def _host_available_bytes(meminfo: Path) -> int:

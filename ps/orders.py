@@ -98,15 +98,18 @@ class Orders:
         self._hand_out(trainer, train)
         return train
 
-    def promise(self, trainer: int, count: int) -> Sequence[Train]:
-        """The batches the trainer is to take next: those promised before, and more up to count.
+    def promise(self, trainers: Sequence[int], count: int) -> dict[int, Sequence[Train]]:
+        """The batches that each trainer is to take next: those promised before, and up to count.
 
-        Another trainer takes them when nothing else is left.
+        Dealt out in turn, so that batches in a row stay in one round. Another trainer takes them
+        when nothing else is left.
         """
-        promised = self._promised.setdefault(trainer, deque())
-        while self._batches and len(promised) < count:
-            promised.append(self._batches.popleft())
-        return [self._batch(batch) for batch in promised]
+        for depth in range(1, count + 1):
+            for trainer in trainers:
+                promised = self._promised.setdefault(trainer, deque())
+                if self._batches and len(promised) < depth:
+                    promised.append(self._batches.popleft())
+        return {t: [self._batch(batch) for batch in self._promised.get(t, ())] for t in trainers}
 
     def _next_batch(self, trainer: int) -> int | None:
         if promised := self._promised.get(trainer):

@@ -34,8 +34,12 @@ class Passes:
         )
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Bring the model's weights into the memory format."""
-        return model.to(memory_format=torch.channels_last) if self.channels_last else model
+        """Bring the model's weights of images, which have four dimensions, into the format."""
+        if self.channels_last:
+            for parameter in model.parameters():
+                if parameter.dim() == 4:
+                    parameter.data = parameter.data.to(memory_format=torch.channels_last)
+        return model
 
     def run(self, model: nn.Module, inputs: Tensor) -> Tensor:
         """The outputs, in float32 where the model computes in bfloat16.
@@ -49,7 +53,7 @@ class Passes:
             return outputs
         with torch.autocast(inputs.device.type, torch.bfloat16):
             outputs = model(inputs)
-        return outputs.float()
+        return outputs.float() if isinstance(outputs, Tensor) else outputs
 
     def parts(self, indices: Sequence[int]) -> list[Sequence[int]]:
         """The samples of an order in portions of batch_size."""

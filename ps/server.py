@@ -217,12 +217,15 @@ class ParameterServer:
             orders[trainer] = batch
             self._pacing.start(trainer)
             self._metrics.handed_out(trainer, now)
-        for count in range(1, self._lookahead + 1):  # so that a round's batches stay together
-            for trainer, order in orders.items():
-                if isinstance(order, Train):
-                    ahead = self._orders.promise(trainer, count)
-                    orders[trainer] = replace(order, ahead=ahead)
+        if self._lookahead:
+            self._tell_ahead(orders)
         return [(self._waiting.pop(t)[1], self._complete(t, o)) for t, o in orders.items()]
+
+    def _tell_ahead(self, orders: dict[int, Order]) -> None:
+        training = {t: order for t, order in orders.items() if isinstance(order, Train)}
+        promised = self._orders.promise(tuple(training), self._lookahead)
+        for trainer, order in training.items():
+            orders[trainer] = replace(order, ahead=promised[trainer])
 
     def _complete(self, trainer: int, order: Order) -> Order:
         if isinstance(order, Train | Evaluate):

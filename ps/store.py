@@ -25,12 +25,22 @@ class Replica:
     version: int
     parameters: list[nn.Parameter] = field(init=False)
     """Those that are trained, in the order of Store.names."""
-    tensors: list[Tensor] = field(init=False)
-    """All parameters and buffers, for refreshing."""
+    _all_parameters: list[Tensor] = field(init=False)
+    _has_buffers: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.parameters = [p for p in self.module.parameters() if p.requires_grad]
-        self.tensors = _tensors(self.module)
+        self._all_parameters = [p.detach() for p in self.module.parameters()]
+        self._has_buffers = any(True for _ in self.module.buffers())
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All parameters and buffers. A forward pass may have replaced buffers."""
+        return self._all_parameters + self.buffers
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        return list(self.module.buffers()) if self._has_buffers else []
 
 
 class Store:
@@ -54,6 +64,7 @@ class Store:
         self._model = model
         self._parameters = [parameter for _, parameter in trained]
         self._tensors = _tensors(model)
+        self._buffer: Tensor | None = None
         self._num_buffers = len(list(model.buffers()))
         self._optimizer = optimizer
         self._base_lrs = [group["lr"] for group in optimizer.param_groups]
@@ -127,15 +138,25 @@ class Store:
         flat = FlatModel(self._model)
         self._buffer = torch.zeros(flat.total_bytes, dtype=torch.uint8)
         flat.move_to(self._buffer, keep_values=True)
+        self._tensors = _tensors(self._model)
         return flat
 
     def copy_weights(self, into: Tensor) -> None:
         """Fill the uint8 buffer `into` with the first part of flatten()'s buffer."""
+        assert self._buffer is not None
         into.copy_(self._buffer[: into.numel()])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The model's state on the CPU, as a plain module without a server would save it."""
-        return {name: value.detach().cpu() for name, value in self._model.state_dict().items()}
+        """The model's state on the CPU, as a plain module without a server would save it.
+
+        After flatten() it is a copy: saved as a view, each tensor would bring the whole buffer.
+        """
+        state = {name: value.detach().cpu() for name, value in self._model.state_dict().items()}
+        if self._buffer is None:
+            return state
+        places = {name: (value.data_ptr(), value.shape) for name, value in state.items()}
+        copies = {places[name]: value.clone() for name, value in state.items()}
+        return {name: copies[places[name]] for name in state}  # tied ones stay tied
 
     def _clip(self, gradients: Sequence[Tensor]) -> None:
         norm = torch.nn.utils.get_total_norm(gradients)
@@ -165,14 +186,18 @@ def mean_gradients(
 
 
 def _weighted_sum(gradients: Sequence[Tensor | None], shares: Sequence[float]) -> Tensor | None:
-    weighted = [(g, share) for g, share in zip(gradients, shares, strict=True) if g is not None]
-    if not weighted:
+    if all(gradient is None for gradient in gradients):
         return None
-    (summed, first_share), *rest = weighted
-    summed.mul_(first_share)
-    for gradient, share in rest:
-        summed.add_(gradient, alpha=share)
+    summed = gradients[0]
+    summed = torch.zeros_like(_first(gradients)) if summed is None else summed.mul_(shares[0])
+    for gradient, share in zip(gradients[1:], shares[1:], strict=True):
+        if gradient is not None:
+            summed.add_(gradient, alpha=share)
     return summed
+
+
+def _first(gradients: Sequence[Tensor | None]) -> Tensor:
+    return next(gradient for gradient in gradients if gradient is not None)
 
 
 def make_optimizer(

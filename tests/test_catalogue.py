@@ -8,7 +8,7 @@ import pytest
 
 from ps.config import Config
 from ps.errors import ConfigError
-from ps.workloads import catalogue, mnist_files
+from ps.workloads import catalogue, digits, mnist_files
 
 DATA_DIR = Path("some/data")
 REASON = "the mirror is gone"
@@ -63,9 +63,11 @@ def test_other_workloads_fetch_nothing(monkeypatch: pytest.MonkeyPatch, workload
     assert asked == []
 
 
-def test_the_digits_are_loaded_by_their_name() -> None:
+def test_the_digits_are_loaded_by_their_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digits, "NUM_TRAIN", 30)
+    monkeypatch.setattr(digits, "NUM_TEST", 20)
     workload = catalogue.load("digits", Config(workload="auto"))
-    assert (workload.name, len(workload.train), len(workload.test)) == ("digits", 12800, 2000)
+    assert (workload.name, len(workload.train), len(workload.test)) == ("digits", 30, 20)
 
 
 def test_mnist_that_is_not_there_is_refused_by_the_missing_file(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from ps.errors import ConfigError
 
 SEE_HELP = "; see: python launch.py --help"
 OPTIONS = {spec.name: spec for spec in fields(Config)}
+ON_OFF = [name for name, spec in OPTIONS.items() if "bool" in str(spec.type)]
 
 # Every limit of every option: what is typed, and what is answered after the flag.
 BEYOND_LIMIT = [
@@ -26,12 +27,17 @@ BEYOND_LIMIT = [
     ("--clip-norm", "-1", "must be 0 or more, got -1.0"),
     ("--seed", "-1", "must be 0 or more, got -1"),
     ("--seed", str(2**63), f"must be {2**63 - 1} or less, got {2**63}"),
-    ("--compute", "nowhere", "must be server, got 'nowhere'"),
-    ("--staleness", "-1", "must be inf, got '-1'"),
+    ("--compute", "nowhere", "must be server or trainer, got 'nowhere'"),
+    ("--link", "tcp", "must be auto or local or rpc, got 'tcp'"),
     ("--num-gpus", "-1", "must be 0 or more, got -1"),
     ("--num-gpus", "3", "must be 2 or less, got 3"),
     ("--threads", "-1", "must be 0 or more, got -1"),
     ("--threads", "1025", "must be 1024 or less, got 1025"),
+    ("--precision", "float16", "must be float32 or bfloat16, got 'float16'"),
+    ("--accumulate", "0", "must be 1 or more, got 0"),
+    ("--accumulate", str(2**20 + 1), f"must be {2**20} or less, got {2**20 + 1}"),
+    ("--num-workers", "-1", "must be 0 or more, got -1"),
+    ("--num-workers", "257", "must be 256 or less, got 257"),
     ("--start-timeout", "0.5", "must be 1 or more, got 0.5"),
     ("--rpc-timeout", "0.5", "must be 1 or more, got 0.5"),
     ("--start-timeout", "604801", "must be 604800 or less, got 604801.0"),
@@ -52,10 +58,17 @@ AT_LIMIT = [
     ("--num-gpus", "2", 2),
     ("--threads", "0", 0),
     ("--threads", "1024", 1024),
+    ("--accumulate", "1", 1),
+    ("--accumulate", str(2**20), 2**20),
+    ("--num-workers", "0", 0),
+    ("--num-workers", "256", 256),
     ("--start-timeout", "1", 1.0),
     ("--rpc-timeout", "1", 1.0),
 ]
-WHOLE_NUMBERS = ["--epochs", "--batch-size", "--seed", "--num-gpus", "--threads"]
+WHOLE_NUMBERS = [
+    *("--epochs", "--batch-size", "--seed", "--num-gpus", "--threads"),
+    *("--accumulate", "--num-workers"),
+]
 NUMBERS = [
     "--lr",
     "--momentum",
@@ -89,7 +102,7 @@ def test_nothing_typed_gives_the_documented_defaults() -> None:
         epochs=1,
         batch_size=32,
         optimizer="SGD",
-        lr=0.03,
+        lr=None,
         momentum=None,
         weight_decay=None,
         lr_schedule="constant",
@@ -97,8 +110,13 @@ def test_nothing_typed_gives_the_documented_defaults() -> None:
         seed=0,
         compute="server",
         staleness="inf",
+        link="auto",
         num_gpus=0,
         threads=0,
+        precision="float32",
+        channels_last=None,
+        accumulate=1,
+        num_workers=0,
         run_dir=None,
         start_timeout=120.0,
         rpc_timeout=60.0,
@@ -110,8 +128,9 @@ def test_what_is_typed_is_what_the_config_holds() -> None:
     text = (
         "--workload my.plugin:build --data-dir /mnist --data-mirror http://here/mnist --epochs 5 "
         "--batch-size=64 --optimizer Adam --lr 0.001 --momentum 0.9 --weight-decay 1e-4 "
-        "--lr-schedule step:100:0.5 --clip-norm 2 --seed 7 --compute server --staleness inf "
-        "--num-gpus 1 --threads 3 --run-dir out --start-timeout 30 --rpc-timeout 5.5 "
+        "--lr-schedule step:100:0.5 --clip-norm 2 --seed 7 --compute server --staleness 4 "
+        "--link rpc --num-gpus 1 --threads 3 --precision bfloat16 --channels-last "
+        "--accumulate 3 --num-workers 2 --run-dir out --start-timeout 30 --rpc-timeout 5.5 "
         "--log-level debug"
     )
     assert parse_args(text.split()) == Config(
@@ -128,9 +147,14 @@ def test_what_is_typed_is_what_the_config_holds() -> None:
         clip_norm=2.0,
         seed=7,
         compute="server",
-        staleness="inf",
+        staleness="4",
+        link="rpc",
         num_gpus=1,
         threads=3,
+        precision="bfloat16",
+        channels_last=True,
+        accumulate=3,
+        num_workers=2,
         run_dir=Path("out"),
         start_timeout=30.0,
         rpc_timeout=5.5,
@@ -147,12 +171,15 @@ def test_help_shows_the_default_of_every_option(
     words = {"least": "at least", "above": "above", "most": "at most"}
     limits = [f"{w} {metadata[key]}" for key, w in words.items() if metadata[key] is not None]
     shown = "; ".join([f"default: {default}", *limits])
+    value = f", --no-{flag(name)[2:]}" if name in ON_OFF else r" \S+"
     line = re.search(
-        rf"^  {flag(name)} \S+(.*(?:\n {{20,}}.*)*)", help_text(monkeypatch, capsys), re.MULTILINE
+        rf"^  {flag(name)}{value}(.*(?:\n {{20,}}.*)*)",
+        help_text(monkeypatch, capsys),
+        re.MULTILINE,
     )
     assert line is not None, f"{flag(name)} is not in --help"
     if default is None:
-        assert "without it" in line[1]
+        assert "without it" in line[1] or "without either flag" in line[1]
     else:
         assert line[1].endswith(f"({shown})")
 
@@ -186,7 +213,7 @@ def test_an_underscore_for_a_dash_is_an_unknown_option() -> None:
     assert refused("--batch_size", "3") == f"unrecognized arguments: --batch_size 3{SEE_HELP}"
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name not in ON_OFF])
 def test_an_option_without_its_value_is_named(name: str) -> None:
     assert refused(flag(name)) == f"argument {flag(name)}: expected one argument{SEE_HELP}"
 
@@ -235,6 +262,93 @@ def test_the_tables_above_hold_every_option_with_a_limit_and_every_number() -> N
     assert whole == WHOLE_NUMBERS
     numbers = [n for n, spec in OPTIONS.items() if "float" in str(spec.type)]
     assert [flag(name) for name in numbers] == NUMBERS
+
+
+@pytest.mark.parametrize(("batches", "lr"), [(1, 0.03), (2, 0.06), (12, 0.36)])
+def test_without_lr_it_grows_with_the_batches_in_an_update(batches: int, lr: float) -> None:
+    assert parse_args([]).lr_of(batches) == pytest.approx(lr)
+    assert parse_args(["--lr", "0.001"]).lr_of(batches) == 0.001
+
+
+@pytest.mark.parametrize(
+    ("text", "max_lag"), [("inf", None), ("0", 0), ("1", 1), ("16", 16), ("007", 7)]
+)
+def test_the_staleness_is_inf_or_a_number_of_orders(text: str, max_lag: int | None) -> None:
+    config = parse_args(["--staleness", text])
+    assert (config.staleness, config.max_lag) == (text, max_lag)
+
+
+@pytest.mark.parametrize(
+    "text", ["-1", "two", "1.5", "nan", "Inf", "infinity", "-inf", "1e3", "+1", " 1", "1 ", "None"]
+)
+def test_any_other_staleness_is_refused_as_seen(text: str) -> None:
+    assert refused(f"--staleness={text}") == (
+        f"--staleness must be inf or a whole number, 0 or more, got {text!r}"
+    )
+
+
+def test_a_negative_staleness_is_no_option_of_its_own() -> None:
+    assert refused("--staleness", "-1") == (
+        "--staleness must be inf or a whole number, 0 or more, got '-1'"
+    )
+
+
+def test_an_empty_staleness_is_refused() -> None:
+    assert refused("--staleness", "").startswith("argument --staleness: invalid ")
+    with pytest.raises(ConfigError) as caught:
+        Config(staleness="")
+    assert str(caught.value) == "--staleness must be inf or a whole number, 0 or more, got ''"
+
+
+def test_a_staleness_of_thousands_of_digits_is_refused_and_not_a_traceback() -> None:
+    text = "9" * 5000
+    assert refused("--staleness", text).startswith("--staleness must be ")
+
+
+@pytest.mark.parametrize(
+    ("argv", "value"),
+    [
+        ([], None),
+        (["--channels-last"], True),
+        (["--no-channels-last"], False),
+        (["--channels-last", "--no-channels-last"], False),
+        (["--no-channels-last", "--channels-last"], True),
+    ],
+)
+def test_channels_last_is_on_off_or_left_to_the_workload(
+    argv: list[str], value: bool | None
+) -> None:
+    assert parse_args(argv).channels_last is value
+
+
+def test_an_on_off_option_takes_no_value() -> None:
+    assert refused("--channels-last=yes").startswith(
+        "argument --channels-last/--no-channels-last: ignored explicit argument 'yes'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("option", "texts"),
+    [
+        ("--compute", ("server", "trainer")),
+        ("--link", ("auto", "local", "rpc")),
+        ("--precision", ("float32", "bfloat16")),
+        ("--log-level", ("debug", "info", "warning")),
+    ],
+)
+def test_every_word_of_a_choice_is_good(option: str, texts: tuple[str, ...]) -> None:
+    for text in texts:
+        assert getattr(parse_args([option, text]), option[2:].replace("-", "_")) == text
+    assert OPTIONS[option[2:].replace("-", "_")].metadata["choices"] == texts
+
+
+@pytest.mark.parametrize("num_gpus", [1, 2])
+def test_gpus_are_refused_where_the_trainers_compute(num_gpus: int) -> None:
+    assert refused("--compute", "trainer", "--num-gpus", str(num_gpus)) == (
+        f"--num-gpus {num_gpus} is for --compute server; trainers compute on the CPU"
+    )
+    assert parse_args(["--num-gpus", str(num_gpus)]).num_gpus == num_gpus
+    assert parse_args(["--compute", "trainer", "--num-gpus", "0"]).compute == "trainer"
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def test_contradicting_variables_are_named() -> None:
 def test_a_rank_that_never_comes_is_named_and_the_start_is_bounded(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    from tests.test_link import free_port
+    from tests.helpers import free_port
 
     env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     run_dir = tmp_path_factory.mktemp("job") / "run"

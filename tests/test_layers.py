@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,18 +14,21 @@ from benchmarks.jobs import ROOT
 # A module may import only from lines above its own.
 LAYERS = [
     ("ps.errors", "ps.files"),
-    ("ps.log", "ps.schedule", "ps.topology", "ps.machine"),
-    ("ps.interruption", "ps.config", "ps.protocol", "ps.gate"),
-    ("ps.orders", "ps.randomness", "ps.devices", "ps.store", "ps.workload", "ps.rundir", "ps.link"),
-    ("ps.metrics", "ps.workloads.mnist_files", "ps.workloads.images"),
-    ("ps.server", "ps.step", "ps.workloads.mnist", "ps.workloads.digits"),
-    ("ps.trainer", "ps.workloads.catalogue"),
-    ("ps.preparation",),
+    ("ps.log", "ps.schedule", "ps.topology", "ps.machine", "ps.flat", "ps.pacing"),
+    ("ps.interruption", "ps.config", "ps.protocol", "ps.gate", "ps.links.channel"),
+    ("ps.orders", "ps.randomness", "ps.devices", "ps.store", "ps.workload", "ps.rundir"),
+    ("ps.metrics", "ps.passes", "ps.workloads.mnist_files", "ps.workloads.images"),
+    ("ps.compute", "ps.loading", "ps.workloads.mnist", "ps.workloads.digits"),
+    ("ps.server", "ps.step", "ps.workloads.catalogue"),
+    ("ps.links.answers", "ps.links.rendezvous", "ps.links.shelf"),
+    ("ps.links.local", "ps.links.rpc"),
+    ("ps.links.choice",),
+    ("ps.trainer", "ps.preparation", "ps.parts"),
     ("ps.run",),
     ("launch",),
 ]
 DOORS = {
-    "torch.distributed": {"ps.link"},
+    "torch.distributed": {"ps.links.rendezvous", "ps.links.rpc"},
     "torch.optim": {"ps.store"},
     "torchvision": {"ps.workloads.mnist_files"},
     "argparse": {"ps.config"},
@@ -32,20 +36,18 @@ DOORS = {
     "subprocess": {"ps.workloads.mnist_files"},
     "importlib": {"ps.workload"},
     "ctypes": {"ps.machine"},
-    "socket": {"ps.gate", "ps.link", "ps.workloads.mnist_files"},
+    "socket": {"ps.gate", "ps.links.channel", "ps.links.rendezvous", "ps.workloads.mnist_files"},
+    "multiprocessing": {"ps.links.channel", "ps.loading"},
+    "concurrent": {"ps.loading"},
+    "mmap": {"ps.links.channel"},
+    "pickle": {"ps.links.channel"},
 }
 NO_TORCH = {
     *("launch", "ps.errors", "ps.files", "ps.log", "ps.schedule", "ps.topology", "ps.machine"),
-    *(
-        "ps.config",
-        "ps.gate",
-        "ps.interruption",
-        "ps.rundir",
-        "ps.preparation",
-        "ps.workloads.mnist_files",
-    ),
-    "ps.workloads.catalogue",
+    *("ps.config", "ps.gate", "ps.interruption", "ps.rundir", "ps.preparation", "ps.pacing"),
+    *("ps.workloads.mnist_files", "ps.workloads.catalogue"),
 }
+FOLDERS = ("ps/links/", "ps/workloads/")
 PATHS = [ROOT / "launch.py", *sorted((ROOT / "ps").rglob("*.py"))]
 SOURCES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): path
@@ -89,7 +91,7 @@ def test_each_outside_thing_has_one_door(door: str) -> None:
         module
         for module, path in SOURCES.items()
         if pattern.search(text := path.read_text())
-        or any(name == door for name in imports_of(path))
+        or any(name == door or name.startswith(f"{door}.") for name in imports_of(path))
         or (door == "torch.optim" and "torch.optim." in text)
     }
     assert users == DOORS[door]
@@ -99,8 +101,23 @@ def test_the_readme_has_every_module_in_its_table() -> None:
     table = (ROOT / "README.md").read_text()
     for path in SOURCES.values():
         name = path.relative_to(ROOT).as_posix()
-        folder = "ps/workloads/" if name.startswith("ps/workloads/") else name
-        assert f"`{folder}`" in table, name
+        folders = [folder for folder in FOLDERS if name.startswith(folder)]
+        assert any(f"`{text}`" in table for text in (name, *folders)), name
+
+
+def test_the_readme_names_no_module_that_is_not_there() -> None:
+    named = re.findall(
+        r"`((?:ps/[a-z_/]*|launch)\.py|ps/[a-z_/]+/)`", (ROOT / "README.md").read_text()
+    )
+    assert len(named) > 20
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_the_package_is_installed_with_every_folder() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        listed = tomllib.load(file)["tool"]["setuptools"]["packages"]
+    folders = {path.parent.relative_to(ROOT) for path in (ROOT / "ps").rglob("__init__.py")}
+    assert sorted(listed) == sorted(".".join(folder.parts) for folder in folders)
 
 
 @pytest.mark.parametrize("module", sorted(NO_TORCH))
@@ -110,6 +127,13 @@ def test_what_answers_before_torch_is_loaded_does_not_import_it(module: str) -> 
     assert (names & SOURCES.keys()) <= NO_TORCH
 
 
-def test_the_environment_is_read_by_the_entry_and_set_by_the_link_alone() -> None:
+def test_the_environment_is_read_by_the_entry_and_set_for_rpc_alone() -> None:
     users = {module for module, path in SOURCES.items() if "os.environ" in path.read_text()}
-    assert users == {"launch", "ps.link"}
+    assert users == {"launch", "ps.links.rendezvous"}
+
+
+def test_modules_that_only_decide_have_no_torch_no_clock_and_no_lock() -> None:
+    """So that every case can be tried without waiting."""
+    for module in ("ps.pacing", "ps.orders", "ps.metrics"):
+        names = imports_of(SOURCES[module])
+        assert not names & {"torch", "time", "threading", "os"}, module

@@ -1,14 +1,25 @@
-"""The cores this process may use, read from made-up cgroup folders, and how they are divided."""
+"""What the machine offers, read from made-up cgroup folders, and how it is divided."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from ps.machine import keep_freed_memory, limit_spinning, threads_per_pass, usable_cores
+from ps.machine import (
+    available_memory_bytes,
+    end_with_parent,
+    keep_freed_memory,
+    limit_spinning,
+    threads_per_pass,
+    usable_cores,
+)
+
+GIB = 1 << 30
+UNLIMITED_IN_VERSION_1 = 2**63 - 4096
 
 
 @pytest.fixture(autouse=True)
@@ -98,6 +109,120 @@ def test_the_cores_are_divided_among_the_trainers_and_none_goes_without(
     assert threads_per_pass(cores, num_trainers) == threads
 
 
+def meminfo(folder: Path, available_bytes: int) -> Path:
+    path = folder / "meminfo"
+    path.write_text(
+        "MemTotal:       65536000 kB\nMemFree:          123456 kB\n"
+        f"MemAvailable:   {available_bytes // 1024:8d} kB\nBuffers:            1234 kB\n"
+    )
+    return path
+
+
+def memory_files(
+    folder: Path, names: tuple[str, str], limit: str, used: int, stat: str | None
+) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / names[0]).write_text(f"{limit}\n")
+    (folder / names[1]).write_text(f"{used}\n")
+    if stat is not None:
+        (folder / "memory.stat").write_text(stat)
+
+
+def stat_of(inactive_file: int) -> str:
+    """The keys that look alike are those of the kernel's own file."""
+    return (
+        f"anon 1000\nfile 2000\nactive_file 77777\ninactive_file {inactive_file}\n"
+        "unevictable 0\ntotal_inactive_file 99999\nworkingset_refault_file 5\n"
+    )
+
+
+def memory_2(folder: Path, limit: str, used: int, *, inactive_file: int = 0) -> Path:
+    names = ("memory.max", "memory.current")
+    memory_files(folder, names, limit, used, stat_of(inactive_file))
+    return folder
+
+
+def memory_1(folder: Path, limit: str, used: int, *, inactive_file: int = 0) -> Path:
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    memory_files(folder / "memory", names, limit, used, stat_of(inactive_file))
+    return folder
+
+
+@pytest.mark.parametrize("version", [memory_1, memory_2])
+def test_a_cgroup_leaves_what_is_below_its_limit(
+    tmp_path: Path, version: Callable[..., Path]
+) -> None:
+    cgroup = version(tmp_path, str(4 * GIB), 3 * GIB)
+    assert available_memory_bytes(cgroup, meminfo(tmp_path, 60 * GIB)) == GIB
+
+
+@pytest.mark.parametrize("version", [memory_1, memory_2])
+def test_cached_files_that_nobody_uses_do_not_count_as_taken(
+    tmp_path: Path, version: Callable[..., Path]
+) -> None:
+    cgroup = version(tmp_path, str(4 * GIB), 3 * GIB, inactive_file=2 * GIB)
+    assert available_memory_bytes(cgroup, meminfo(tmp_path, 60 * GIB)) == 3 * GIB
+
+
+@pytest.mark.parametrize("version", [memory_1, memory_2])
+def test_a_host_with_less_than_the_cgroup_allows_decides(
+    tmp_path: Path, version: Callable[..., Path]
+) -> None:
+    cgroup = version(tmp_path, str(40 * GIB), GIB)
+    assert available_memory_bytes(cgroup, meminfo(tmp_path, 2 * GIB)) == 2 * GIB
+
+
+@pytest.mark.parametrize(
+    ("version", "limit"), [(memory_2, "max"), (memory_1, str(UNLIMITED_IN_VERSION_1))]
+)
+def test_without_a_limit_the_host_decides(
+    tmp_path: Path, version: Callable[..., Path], limit: str
+) -> None:
+    cgroup = version(tmp_path, limit, 3 * GIB)
+    assert available_memory_bytes(cgroup, meminfo(tmp_path, 5 * GIB)) == 5 * GIB
+
+
+def test_without_a_cgroup_the_host_decides(tmp_path: Path) -> None:
+    host = meminfo(tmp_path, 7 * GIB)
+    assert available_memory_bytes(tmp_path, host) == 7 * GIB
+    assert available_memory_bytes(tmp_path / "absent", host) == 7 * GIB
+
+
+def test_the_tighter_of_two_cgroup_versions_decides(tmp_path: Path) -> None:
+    host = meminfo(tmp_path, 60 * GIB)
+    memory_1(tmp_path, str(4 * GIB), 3 * GIB)
+    assert available_memory_bytes(memory_2(tmp_path, str(8 * GIB), GIB), host) == GIB
+    assert available_memory_bytes(memory_2(tmp_path, str(2 * GIB), 3 * GIB // 2), host) == GIB // 2
+
+
+@pytest.mark.parametrize("version", [memory_1, memory_2])
+def test_more_taken_than_allowed_leaves_nothing_and_not_less(
+    tmp_path: Path, version: Callable[..., Path]
+) -> None:
+    cgroup = version(tmp_path, str(GIB), 2 * GIB)
+    assert available_memory_bytes(cgroup, meminfo(tmp_path, 60 * GIB)) == 0
+
+
+def test_a_limit_counts_though_the_cache_is_not_told(tmp_path: Path) -> None:
+    host = meminfo(tmp_path, 60 * GIB)
+    names = ("memory.max", "memory.current")
+    memory_files(tmp_path, names, str(4 * GIB), 3 * GIB, "anon 1000\n")
+    assert available_memory_bytes(tmp_path, host) == GIB
+    (tmp_path / "memory.stat").unlink()
+    assert available_memory_bytes(tmp_path, host) == GIB
+
+
+def test_a_host_that_does_not_tell_leaves_the_answer_to_the_cgroup(tmp_path: Path) -> None:
+    silent = tmp_path / "meminfo"
+    silent.write_text("MemTotal: 65536000 kB\n")
+    assert available_memory_bytes(memory_2(tmp_path, str(4 * GIB), GIB), silent) == 3 * GIB
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_this_machine_has_some_memory_left() -> None:
+    assert 0 < available_memory_bytes() < 1 << 50
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -149,3 +274,46 @@ def test_an_old_glibc_is_asked_for_as_much_as_it_takes(
     monkeypatch.setattr("ps.machine.ctypes.CDLL", lambda name: Libc())
     keep_freed_memory()
     assert made == calls
+
+
+class Prctl:
+    """A C library that notes what prctl is called with."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, ...]] = []
+
+    def prctl(self, *args: int) -> int:
+        self.calls.append(args)
+        return 0
+
+
+@pytest.fixture
+def prctl(monkeypatch: pytest.MonkeyPatch) -> Prctl:
+    library = Prctl()
+    monkeypatch.setattr("ps.machine.ctypes.CDLL", lambda name: library)
+    monkeypatch.setattr(os, "_exit", lambda code: pytest.fail(f"it ended with {code}"))
+    monkeypatch.setattr(os, "getppid", lambda: 4711)
+    monkeypatch.setattr(sys, "platform", "linux")
+    return library
+
+
+def test_the_kernel_is_told_to_kill_this_process_when_its_parent_ends(prctl: Prctl) -> None:
+    end_with_parent(4711)
+    assert prctl.calls == [(1, 9, 0, 0, 0)]  # PR_SET_PDEATHSIG, SIGKILL
+
+
+def test_a_process_whose_parent_has_ended_before_that_ends_itself(
+    prctl: Prctl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    end_with_parent(4712)
+    assert codes == [1]
+
+
+def test_on_other_systems_a_process_outlives_its_parent(
+    prctl: Prctl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    end_with_parent(4712)
+    assert prctl.calls == []

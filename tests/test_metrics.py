@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,32 +13,70 @@ from ps.orders import Plan
 from ps.protocol import Evaluated, Trained
 
 
-def metrics_of(*, train: int = 96, test: int = 10, batch: int = 32, epochs: int = 2) -> Metrics:
-    return Metrics(
-        Plan(
-            num_train_samples=train,
-            num_test_samples=test,
-            batch_size=batch,
-            epochs=epochs,
-            seed=0,
-            slice_size=6,
-        )
+def metrics_of(
+    *,
+    train: int = 96,
+    test: int = 10,
+    batch: int = 32,
+    epochs: int = 2,
+    trainers: int = 1,
+    per_update: int = 1,
+) -> Metrics:
+    plan = Plan(
+        num_train_samples=train,
+        num_test_samples=test,
+        batch_size=batch,
+        epochs=epochs,
+        seed=0,
+        slice_size=6,
+        batches_per_update=per_update,
     )
+    return Metrics(plan, range(1, trainers + 1))
 
 
 def trained(batch: int = 0, *, epoch: int = 0, samples: int = 32, loss: float = 1.0) -> Trained:
-    return Trained(epoch, batch, samples, loss, output_gradient=torch.zeros(0))
+    return Trained(epoch, batch, samples, loss, gradient=torch.zeros(0))
 
 
-def step(metrics: Metrics, start: float, stop: float, result: Trained, staleness: int = 0) -> None:
+def apply(metrics: Metrics, result: Trained, staleness: int = 0, trainer: int = 1) -> None:
+    """An update of this one gradient."""
+    metrics.updated()
+    metrics.trained(trainer, result, staleness)
+
+
+def step(
+    metrics: Metrics,
+    start: float,
+    stop: float,
+    result: Trained,
+    staleness: int = 0,
+    trainer: int = 1,
+) -> None:
     """One order that is out from start to stop."""
-    metrics.handed_out(start)
-    metrics.trained(result, staleness)
-    metrics.taken_back(stop)
+    metrics.handed_out(trainer, start)
+    metrics.handed_in(trainer, stop)
+    apply(metrics, result, staleness, trainer)
+
+
+def trainer_report(metrics: Metrics, trainer: int) -> dict[str, Any]:
+    report = cast(dict[str, Any], metrics.report(now=0.0))
+    return cast(dict[str, Any], report["trainers"][str(trainer)])
+
+
+def staleness_of(report: dict[str, Any]) -> tuple[float | None, int | None, int | None]:
+    return report["staleness_mean"], report["staleness_p99"], report["staleness_max"]
 
 
 def test_a_report_with_nothing_done_holds_none_for_what_does_not_exist() -> None:
-    assert metrics_of().report(now=100.0) == {
+    nothing = {
+        "orders": 0,
+        "samples": 0,
+        "order_s": None,
+        "staleness_mean": None,
+        "staleness_p99": None,
+        "staleness_max": None,
+    }
+    assert metrics_of(trainers=2).report(now=100.0) == {
         "updates": 0,
         "samples_trained": 0,
         "samples_per_s": None,
@@ -45,7 +84,9 @@ def test_a_report_with_nothing_done_holds_none_for_what_does_not_exist() -> None
         "test_loss": None,
         "test_accuracy": None,
         "staleness_mean": None,
+        "staleness_p99": None,
         "staleness_max": None,
+        "trainers": {"1": nothing, "2": nothing},
         "history": [],
     }
 
@@ -59,13 +100,13 @@ def test_the_rate_counts_only_time_in_which_an_order_was_out() -> None:
 
 
 def test_the_rate_counts_overlapping_orders_once() -> None:
-    metrics = metrics_of()
-    metrics.handed_out(10.0)
-    metrics.handed_out(11.0)
-    metrics.trained(trained(0), 0)
-    metrics.taken_back(13.0)
-    metrics.trained(trained(1), 1)
-    metrics.taken_back(16.0)
+    metrics = metrics_of(trainers=2)
+    metrics.handed_out(1, 10.0)
+    metrics.handed_out(2, 11.0)
+    metrics.handed_in(1, 13.0)
+    apply(metrics, trained(0))
+    metrics.handed_in(2, 16.0)
+    apply(metrics, trained(1), 1, trainer=2)
     assert metrics.training_s == 6.0
     assert metrics.report(now=16.0)["samples_per_s"] == 64 / 6.0
 
@@ -73,33 +114,135 @@ def test_the_rate_counts_overlapping_orders_once() -> None:
 def test_the_rate_counts_the_time_of_an_order_that_is_still_out() -> None:
     metrics = metrics_of()
     step(metrics, 10.0, 12.0, trained(0))
-    metrics.handed_out(20.0)
+    metrics.handed_out(1, 20.0)
     assert metrics.report(now=22.0)["samples_per_s"] == 32 / 4.0
 
 
 def test_an_order_whose_trainer_left_costs_time_and_counts_no_sample() -> None:
-    metrics = metrics_of()
-    metrics.handed_out(10.0)
-    metrics.taken_back(12.0)
+    metrics = metrics_of(trainers=2)
+    metrics.handed_out(2, 10.0)
+    metrics.handed_in(2, 12.0)
     step(metrics, 12.0, 14.0, trained(0))
     report = metrics.report(now=20.0)
     assert (report["updates"], report["samples_trained"]) == (1, 32)
     assert report["samples_per_s"] == 32 / 4.0
+    assert (trainer_report(metrics, 2)["orders"], trainer_report(metrics, 2)["samples"]) == (0, 0)
 
 
-def test_staleness_is_reported_by_its_mean_and_its_maximum() -> None:
+def test_an_order_takes_from_handing_out_to_handing_in_whoever_else_works() -> None:
+    metrics = metrics_of(trainers=2)
+    step(metrics, 0.0, 1.0, trained(0), trainer=1)
+    metrics.handed_out(1, 10.0)
+    metrics.handed_out(2, 10.5)
+    metrics.handed_in(2, 11.0)
+    apply(metrics, trained(1), trainer=2)
+    metrics.handed_in(1, 15.0)
+    apply(metrics, trained(2), trainer=1)
+    assert trainer_report(metrics, 1)["order_s"] == (1.0 + 5.0) / 2
+    assert trainer_report(metrics, 2)["order_s"] == 0.5
+    assert metrics.training_s == 1.0 + 5.0
+
+
+def test_each_trainer_is_reported_by_its_own_orders_and_samples() -> None:
+    metrics = metrics_of(trainers=3)
+    apply(metrics, trained(0, samples=32), trainer=1)
+    apply(metrics, trained(1, samples=32), trainer=3)
+    apply(metrics, trained(2, samples=5), trainer=3)
+    counts = [
+        (trainer_report(metrics, t)["orders"], trainer_report(metrics, t)["samples"])
+        for t in (1, 2, 3)
+    ]
+    assert counts == [(1, 32), (0, 0), (2, 37)]
+
+
+def test_handing_in_what_is_not_out_is_a_broken_promise() -> None:
+    metrics = metrics_of()
+    metrics.handed_out(1, 1.0)
+    metrics.handed_in(1, 2.0)
+    with pytest.raises(AssertionError):
+        metrics.handed_in(1, 3.0)
+
+
+def test_an_update_of_several_gradients_counts_once_and_all_its_samples() -> None:
+    metrics = metrics_of(train=96, batch=32, trainers=3, per_update=3)
+    for trainer in (1, 2, 3):
+        metrics.handed_out(trainer, 0.0)
+    for trainer in (1, 2, 3):
+        metrics.handed_in(trainer, float(trainer))
+    metrics.updated()
+    for trainer in (1, 2, 3):
+        metrics.trained(trainer, trained(trainer - 1), 0)
+    report = metrics.report(now=3.0)
+    assert (report["updates"], report["samples_trained"]) == (1, 96)
+    assert report["samples_per_s"] == 96 / 3.0
+    line = metrics.progress(3.0)
+    assert line is not None
+    assert "  updates 1/2  " in line
+    assert "  32 samples/s  " in line
+
+
+def test_staleness_is_reported_by_its_mean_its_99th_percentile_and_its_maximum() -> None:
     metrics = metrics_of()
     for batch, staleness in enumerate([0, 3, 1, 2]):
-        metrics.trained(trained(batch), staleness)
+        apply(metrics, trained(batch), staleness)
+    assert staleness_of(metrics.report(now=0.0)) == (1.5, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("counts", "p99"),
+    [
+        ({0: 1}, 0),
+        ({4: 99, 9: 1}, 4),
+        ({4: 98, 9: 2}, 9),
+        ({0: 197, 1: 1, 7: 2}, 1),
+        ({0: 198, 7: 2}, 0),
+        ({0: 98, 5: 1}, 5),
+        ({0: 100, 5: 1}, 0),
+        ({0: 99, 5: 2}, 5),
+    ],
+)
+def test_the_99th_percentile_is_the_value_at_the_nearest_rank(
+    counts: dict[int, int], p99: int
+) -> None:
+    """The smallest value that at least 99 of 100 do not exceed: one that did occur."""
+    metrics = metrics_of()
+    for staleness, count in counts.items():
+        for _ in range(count):
+            metrics.trained(1, trained(), staleness)
+    total = sum(counts.values())
+    mean = sum(value * count for value, count in counts.items()) / total
     report = metrics.report(now=0.0)
-    assert (report["staleness_mean"], report["staleness_max"]) == (1.5, 3)
+    assert report["staleness_mean"] == pytest.approx(mean)
+    assert (report["staleness_p99"], report["staleness_max"]) == (p99, max(counts))
+    values = sorted(value for value, count in counts.items() for _ in range(count))
+    assert p99 == values[math.ceil(0.99 * total) - 1]
+
+
+def test_staleness_is_reported_for_each_trainer_and_over_all() -> None:
+    metrics = metrics_of(trainers=3)
+    for staleness in (0, 0, 3):
+        metrics.trained(1, trained(), staleness)
+    metrics.trained(2, trained(), 9)
+    assert staleness_of(trainer_report(metrics, 1)) == (1.0, 3, 3)
+    assert staleness_of(trainer_report(metrics, 2)) == (9.0, 9, 9)
+    assert staleness_of(trainer_report(metrics, 3)) == (None, None, None)
+    assert staleness_of(metrics.report(now=0.0)) == (3.0, 9, 9)
+    assert metrics.staleness == {0: 2, 3: 1, 9: 1}
+
+
+def test_the_mean_over_all_weighs_gradients_and_not_trainers() -> None:
+    metrics = metrics_of(trainers=2)
+    for _ in range(9):
+        metrics.trained(1, trained(), 0)
+    metrics.trained(2, trained(), 10)
+    assert metrics.report(now=0.0)["staleness_mean"] == 1.0
 
 
 def test_no_staleness_at_all_is_zero_and_not_none() -> None:
     metrics = metrics_of()
-    metrics.trained(trained(), 0)
-    report = metrics.report(now=0.0)
-    assert (report["staleness_mean"], report["staleness_max"]) == (0.0, 0)
+    apply(metrics, trained(), 0)
+    assert staleness_of(metrics.report(now=0.0)) == (0.0, 0, 0)
+    assert staleness_of(trainer_report(metrics, 1)) == (0.0, 0, 0)
 
 
 def test_progress_is_said_at_most_once_per_interval() -> None:
@@ -128,9 +271,22 @@ def test_progress_covers_what_came_since_the_last_line() -> None:
     )
 
 
+def test_progress_in_rounds_averages_over_orders_and_counts_updates() -> None:
+    metrics = metrics_of(train=320, trainers=2, per_update=2)
+    for trainer in (1, 2):
+        metrics.handed_out(trainer, 0.0)
+        metrics.handed_in(trainer, 2.0)
+    metrics.updated()
+    metrics.trained(1, trained(0, samples=32, loss=1.0), 1)
+    metrics.trained(2, trained(1, samples=96, loss=3.0), 2)
+    assert metrics.progress(2.0) == (
+        "epoch 1/2  updates 1/10  loss 2.5000  32 samples/s  staleness 1.50"
+    )
+
+
 def test_progress_counts_the_time_of_an_order_that_stays_out_only_once() -> None:
-    metrics = metrics_of()
-    metrics.handed_out(0.0)
+    metrics = metrics_of(trainers=2)
+    metrics.handed_out(2, 0.0)
     step(metrics, 0.0, 2.0, trained(0))
     line = metrics.progress(2.0)
     assert line is not None
@@ -151,7 +307,7 @@ def test_progress_says_nothing_when_nothing_was_trained_since() -> None:
 
 def test_loss_and_accuracy_of_an_evaluation_weigh_each_sample_alike() -> None:
     metrics = metrics_of(train=32, test=10, epochs=2)
-    metrics.trained(trained(0, loss=0.75), 0)
+    apply(metrics, trained(0, loss=0.75))
     assert metrics.evaluated(Evaluated(0, 0, samples=6, loss_sum=3.0, correct=6)) is None
     line = metrics.evaluated(Evaluated(0, 1, samples=4, loss_sum=7.0, correct=1))
     assert line == "epoch 1/2 evaluated: test loss 1.0000, test accuracy 0.7000 (7 of 10)"
@@ -178,7 +334,8 @@ def test_a_half_done_evaluation_is_not_reported() -> None:
 def test_each_epoch_is_evaluated_afresh_and_the_last_one_is_reported() -> None:
     metrics = metrics_of(train=96, test=10, batch=32, epochs=2)
     for epoch, (loss_sum, correct) in enumerate([(20.0, 2), (5.0, 9)]):
-        metrics.trained(trained(0, epoch=epoch, loss=2.0 - epoch), 0)
+        for batch in range(3):
+            apply(metrics, trained(batch, epoch=epoch, loss=2.0 - epoch))
         metrics.evaluated(Evaluated(epoch, 0, samples=10, loss_sum=loss_sum, correct=correct))
     report = metrics.report(now=0.0)
     assert (report["test_loss"], report["test_accuracy"]) == (0.5, 0.9)
@@ -186,27 +343,27 @@ def test_each_epoch_is_evaluated_afresh_and_the_last_one_is_reported() -> None:
     assert records == [(1, 3, 2.0, 0.2), (2, 6, 1.0, 0.9)]
 
 
-def test_a_record_counts_the_updates_of_its_epoch_though_the_next_has_begun() -> None:
-    metrics = metrics_of(train=64, test=10, batch=32, epochs=2)
-    metrics.trained(trained(0, epoch=0, loss=4.0), 0)
-    metrics.trained(trained(1, epoch=0, loss=2.0), 0)
-    metrics.trained(trained(0, epoch=1, loss=100.0), 0)
+def test_a_record_counts_updates_and_not_gradients() -> None:
+    metrics = metrics_of(train=64, test=10, batch=32, trainers=2, per_update=2)
+    metrics.updated()
+    metrics.trained(1, trained(0, loss=4.0), 0)
+    metrics.trained(2, trained(1, loss=2.0), 0)
     metrics.evaluated(Evaluated(0, 0, samples=10, loss_sum=1.0, correct=10))
-    assert (metrics.history[0].updates, metrics.history[0].train_loss) == (2, 3.0)
+    assert (metrics.history[0].updates, metrics.history[0].train_loss) == (1, 3.0)
 
 
 def test_the_training_loss_weighs_each_sample_alike() -> None:
     metrics = metrics_of()
-    metrics.trained(trained(0, samples=30, loss=1.0), 0)
-    metrics.trained(trained(1, samples=10, loss=5.0), 0)
+    apply(metrics, trained(0, samples=30, loss=1.0))
+    apply(metrics, trained(1, samples=10, loss=5.0))
     assert metrics.train_loss(0) == pytest.approx(2.0)
 
 
 def test_the_training_loss_reported_is_that_of_the_last_epoch() -> None:
     metrics = metrics_of()
-    metrics.trained(trained(0, epoch=0, loss=8.0), 0)
-    metrics.trained(trained(0, epoch=1, loss=1.0), 0)
-    metrics.trained(trained(1, epoch=1, loss=3.0), 0)
+    apply(metrics, trained(0, epoch=0, loss=8.0))
+    apply(metrics, trained(0, epoch=1, loss=1.0))
+    apply(metrics, trained(1, epoch=1, loss=3.0))
     assert (metrics.train_loss(0), metrics.train_loss(1)) == (8.0, 2.0)
     assert metrics.report(now=0.0)["train_loss"] == 2.0
 

@@ -1,3 +1,5 @@
+"""Every pass draws from its own seed, whoever does it and whatever goes on beside it."""
+
 from __future__ import annotations
 
 import random
@@ -15,6 +17,19 @@ def test_step_seed_is_pinned_and_differs_by_each_of_its_parts() -> None:
     seeds = {step_seed(*parts) for parts in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0)]}
     assert len(seeds) == 5
     assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_the_parts_of_an_order_draw_from_seeds_of_their_own() -> None:
+    assert step_seed(7, 2, 5, 0) == step_seed(7, 2, 5) == 5177443693879670537
+    assert step_seed(7, 2, 5, 3) == 8221517021391141054
+    seeds = {
+        step_seed(seed, epoch, batch, part)
+        for seed in (0, 1, 11)
+        for epoch in (0, 1, 11)
+        for batch in (0, 1, 11)
+        for part in (0, 1, 11)
+    }
+    assert len(seeds) == 81
 
 
 def test_seed_process_makes_torch_and_python_repeat() -> None:

@@ -1,13 +1,19 @@
+"""The state of training: one update at a time, as a plain torch loop would make it."""
+
 from __future__ import annotations
 
 import copy
+import io
+import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from ps.errors import ConfigError, TrainingFailed
-from ps.store import Store, make_optimizer
+from ps.flat import FlatModel
+from ps.store import Store, make_optimizer, mean_gradients
 
 
 def model_of(*values: float) -> nn.Module:
@@ -41,28 +47,147 @@ def test_momentum_is_that_of_one_optimizer() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_a_gradient_that_is_not_finite_is_named_and_changes_nothing(bad: float) -> None:
-    store = store_of(5.0, 7.0, momentum=0.9)
-    store.apply(grads(1.0, 1.0))
-    before = copy.deepcopy(store.state_dict())
-    with pytest.raises(TrainingFailed, match=r"^the gradient of 1 is not finite$"):
-        store.apply([torch.ones(2), torch.tensor([1.0, bad])])
-    assert store.version == 1
-    assert all(torch.equal(store.state_dict()[name], before[name]) for name in before)
-    store.apply(grads(1.0, 1.0))
-    assert store.state_dict()["0"].tolist() == pytest.approx([5.0 - 1.0 - 1.9] * 2)
-
-
-def test_a_missing_gradient_is_named_and_changes_nothing() -> None:
+def test_a_gradient_that_is_not_finite_is_named(bad: float) -> None:
     store = store_of(5.0, 7.0)
-    with pytest.raises(TrainingFailed, match=r"^no gradient reached 1$"):
-        store.apply([torch.ones(2), None])
-    assert store.version == 0
+    with pytest.raises(TrainingFailed, match=r"^the gradient of 1 is not finite$"):
+        store.check([torch.ones(2), torch.tensor([1.0, bad])])
+    with pytest.raises(TrainingFailed, match=r"^the gradient of 0 is not finite$"):
+        store.check([torch.tensor([bad, bad]), None])
+
+
+def test_infinities_that_cancel_each_other_are_seen() -> None:
+    gradient = torch.tensor([float("inf"), float("-inf")])
+    with pytest.raises(TrainingFailed, match=r"^the gradient of 0 is not finite$"):
+        store_of(5.0).check([gradient])
+
+
+def test_a_check_changes_nothing_and_gives_nothing_to_the_optimizer() -> None:
+    store = store_of(5.0, momentum=0.9)
+    gradient = torch.tensor([1.0, 3.0])
+    store.check([gradient])
+    assert gradient.tolist() == [1.0, 3.0]
+    assert (store.version, store.untrained) == (0, {"0"})
     assert store.state_dict()["0"].tolist() == [5.0, 5.0]
+
+
+def test_a_missing_gradient_is_good_unless_all_are() -> None:
+    store = store_of(5.0, 7.0)
+    store.check([torch.ones(2), None])
+    store.check([None, torch.ones(2)])
+    with pytest.raises(TrainingFailed, match=r"^no gradient reached any parameter$"):
+        store.check([None, None])
+
+
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        torch.tensor([3e38, 3e38]),
+        torch.tensor([-3e38, -3e38]),
+        torch.tensor([3e38, 3e38], dtype=torch.bfloat16),
+        torch.tensor([1e308, 1.7e308], dtype=torch.float64),
+        torch.tensor([60000.0, 60000.0], dtype=torch.float16),
+    ],
+)
+def test_finite_gradients_whose_sum_overflows_are_good(gradient: Tensor) -> None:
+    assert not math.isfinite(gradient.sum().item())
+    store_of(0.0).check([gradient])
+
+
+def test_complex_gradients_are_checked_in_both_parts() -> None:
+    store = store_of(0.0)
+    store.check([torch.tensor([1 + 2j, 3j])])
+    with pytest.raises(TrainingFailed, match=r"^the gradient of 0 is not finite$"):
+        store.check([torch.tensor([1 + 2j, complex(1.0, float("nan"))])])
+
+
+def sparse(*row: float) -> Tensor:
+    """All rows but one are zero."""
+    places, values = torch.tensor([[1]]), torch.tensor([row])
+    return torch.sparse_coo_tensor(places, values, (4, len(row)), check_invariants=False)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_sparse_gradients_are_checked_too(bad: float) -> None:
+    good = sparse(3e38, 3e38)
+    spoiled = sparse(1.0, bad)
+    store = store_of(0.0)
+    store.check([good])
+    with pytest.raises(TrainingFailed, match=r"^the gradient of 0 is not finite$"):
+        store.check([spoiled])
+
+
+def test_blocks_are_looked_at_first_and_gradients_alone_are_refused() -> None:
+    """They hold all gradients, and may hold what is none."""
+    store, bad = store_of(0.0, 0.0), torch.tensor([1.0, float("nan")])
+    store.check([torch.ones(2), bad], blocks=[torch.ones(2), torch.ones(2)])
+    store.check([torch.ones(2), None], blocks=[torch.ones(2), bad])
+    with pytest.raises(TrainingFailed, match=r"^the gradient of 1 is not finite$"):
+        store.check([torch.ones(2), bad], blocks=[torch.cat([torch.ones(2), bad])])
+
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "SGD": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.3},
+    "Adam": {"lr": 0.1, "weight_decay": 0.3},
+    "AdamW": {"lr": 0.1, "weight_decay": 0.3},
+    "RMSprop": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.3},
+    "Adagrad": {"lr": 0.1, "weight_decay": 0.3},
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("flat", [False, True], ids=["as-it-is", "flat"])
+def test_a_parameter_without_gradient_fares_as_in_a_plain_loop(name: str, flat: bool) -> None:
+    """Bit for bit: neither its momentum nor its weight decay goes on in such a step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    plain = copy.deepcopy(model)
+    optimizer = getattr(torch.optim, name)(model.parameters(), **OPTIMIZERS[name])
+    plain_optimizer = getattr(torch.optim, name)(plain.parameters(), **OPTIMIZERS[name])
+    store = Store(model, optimizer)
+    if flat:
+        store.flatten()
+    for step in range(8):
+        missing = {2: (0, 1), 3: (0,), 5: (1, 2, 3), 6: (3,)}.get(step, ())
+        gradients = [
+            None if place in missing else torch.randn_like(parameter)
+            for place, parameter in enumerate(plain.parameters())
+        ]
+        for parameter, gradient in zip(plain.parameters(), gradients, strict=True):
+            parameter.grad = None if gradient is None else gradient.clone()
+        plain_optimizer.step()
+        before = store_values(store)
+        store.apply(gradients)
+        after = store_values(store)
+        assert all(torch.equal(before[place], after[place]) for place in missing)
+        assert all(torch.equal(a, b) for a, b in zip(after, plain.parameters(), strict=True))
+    assert store.version == 8
+
+
+def store_values(store: Store) -> list[Tensor]:
+    return [value.clone() for value in store.state_dict().values()]
+
+
+def test_the_names_that_no_gradient_has_reached_are_known() -> None:
+    store = store_of(1.0, 2.0, 3.0)
+    assert store.untrained == {"0", "1", "2"}
+    store.apply([None, torch.ones(2), None])
+    assert store.untrained == {"0", "2"}
+    store.apply([torch.ones(2), None, None])
+    assert store.untrained == {"2"}
+    store.apply(grads(0.0, 0.0, 0.0))
+    assert store.untrained == set()
+
+
+def test_gradients_are_not_kept() -> None:
+    model = model_of(1.0, 2.0)
+    store = Store(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    store.apply([torch.ones(2), None])
+    assert [parameter.grad for parameter in model.parameters()] == [None, None]
 
 
 def test_huge_finite_gradients_whose_norm_overflows_are_applied() -> None:
     store = store_of(0.0)
+    store.check(grads(1e30))
     store.apply(grads(1e30))
     assert store.state_dict()["0"].tolist() == pytest.approx([-1e30, -1e30])
 
@@ -72,6 +197,21 @@ def test_clip_norm_limits_all_gradients_together() -> None:
     store.apply([torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0])])
     assert store.state_dict()["0"].tolist() == pytest.approx([-0.6, 0.0], abs=1e-5)
     assert store.state_dict()["1"].tolist() == pytest.approx([0.0, -0.8], abs=1e-5)
+
+
+def test_clip_norm_counts_what_is_there_and_clips_in_place() -> None:
+    store = store_of(0.0, 0.0, 0.0, clip=1.0)
+    first, third = torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0])
+    store.apply([first, None, third])
+    assert first.tolist() == pytest.approx([0.6, 0.0], abs=1e-5)
+    assert store.state_dict()["1"].tolist() == [0.0, 0.0]
+    assert store.state_dict()["2"].tolist() == pytest.approx([0.0, -0.8], abs=1e-5)
+
+
+def test_gradients_within_the_norm_are_not_clipped() -> None:
+    store = store_of(0.0, clip=5.1)
+    store.apply([torch.tensor([3.0, -4.0])])
+    assert store.state_dict()["0"].tolist() == [-3.0, 4.0]
 
 
 def test_the_schedule_counts_updates() -> None:
@@ -109,7 +249,7 @@ def test_buffers_of_the_latest_step_become_the_stores() -> None:
     store = Store(model, torch.optim.SGD(model.parameters(), lr=0.1))
     replica = store.replica()
     replica.module(torch.tensor([[1.0, 2.0], [3.0, 6.0]]))
-    store.take_buffers(replica)
+    store.take_buffers(replica.module.buffers())
     assert store.state_dict()["running_mean"].tolist() == pytest.approx([0.2, 0.4])
     assert store.state_dict()["num_batches_tracked"].item() == 1
 
@@ -130,9 +270,168 @@ def test_a_typed_zero_wins_over_the_optimizers_own_default() -> None:
 
 
 def test_clipping_works_although_the_norm_overflows() -> None:
-    store = store_of(0.0, clip=1.0)
-    store.apply([torch.tensor([3e30, 4e30])])
-    assert store.state_dict()["0"].tolist() == pytest.approx([-0.6, -0.8], rel=1e-5)
+    store = store_of(0.0, 0.0, 0.0, clip=1.0)
+    store.apply([torch.tensor([3e30, 0.0]), None, torch.tensor([0.0, 4e30])])
+    assert store.state_dict()["0"].tolist() == pytest.approx([-0.6, 0.0], rel=1e-5)
+    assert store.state_dict()["1"].tolist() == [0.0, 0.0]
+    assert store.state_dict()["2"].tolist() == pytest.approx([0.0, -0.8], rel=1e-5)
+
+
+def test_the_mean_weighs_each_gradient_by_its_samples() -> None:
+    mean = mean_gradients([(grads(1.0, 10.0), 3), (grads(5.0, 20.0), 1)])
+    assert [list(g) for g in mean if g is not None] == [[2.0, 2.0], [12.5, 12.5]]
+
+
+def test_a_missing_gradient_counts_as_zero_unless_all_are_missing() -> None:
+    mean = mean_gradients(
+        [([torch.ones(2), None, None], 1), ([None, torch.full((2,), 4.0), None], 3)]
+    )
+    assert mean[0] is not None
+    assert mean[1] is not None
+    assert (mean[0].tolist(), mean[1].tolist(), mean[2]) == ([0.25, 0.25], [3.0, 3.0], None)
+
+
+def test_the_mean_of_one_is_that_one_untouched() -> None:
+    [gradient] = alone = grads(3.0)
+    assert mean_gradients([(alone, 7)])[0] is gradient
+    assert gradient is not None
+    assert gradient.tolist() == [3.0, 3.0]
+
+
+def test_the_mean_changes_tensors_of_the_first_list_alone() -> None:
+    second = [torch.tensor([1.0]), torch.tensor([2.0])]
+    third = [torch.tensor([5.0]), torch.tensor([6.0])]
+    mean_gradients([([None, torch.tensor([9.0])], 1), (second, 1), (third, 2)])
+    assert [g.item() for g in (*second, *third)] == [1.0, 2.0, 5.0, 6.0]
+
+
+def test_the_mean_is_close_to_one_in_double_precision() -> None:
+    torch.manual_seed(0)
+    samples = [32, 32, 17, 5]
+    lists = [[torch.randn(1000), torch.randn(30, 4)] for _ in samples]
+    wanted = [
+        sum(lists[k][place].double() * samples[k] for k in range(4)) / sum(samples)
+        for place in range(2)
+    ]
+    mean = mean_gradients([(copy.deepcopy(lists[k]), samples[k]) for k in range(4)])
+    for got, reference in zip(mean, wanted, strict=True):
+        assert got is not None
+        assert isinstance(reference, Tensor)
+        torch.testing.assert_close(got.double(), reference, rtol=0.0, atol=5e-7)
+
+
+def test_the_mean_is_summed_in_the_order_given() -> None:
+    """Numbers for which it matters: the small one is lost beside a large one."""
+
+    def mean_of(*values: float) -> float:
+        [mean] = mean_gradients([([torch.tensor([value])], 1) for value in values])
+        assert mean is not None
+        return mean.item()
+
+    assert mean_of(2.0**30, -(2.0**30), 1.0, 0.0) == 0.25
+    assert mean_of(2.0**30, 1.0, -(2.0**30), 0.0) == 0.0
+    assert mean_of(1.0, 2.0**30, -(2.0**30), 0.0) == 0.0
+
+
+def kinds_of_tensors() -> nn.Module:
+    """BatchNorm's counter is int64; the frozen layer never changes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last), nn.BatchNorm2d(4), nn.Flatten()
+    )
+    model.append(nn.Linear(4, 4).requires_grad_(False))
+    return model
+
+
+def flat_store() -> tuple[nn.Module, Store, FlatModel]:
+    model = kinds_of_tensors()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    store = Store(model, torch.optim.SGD(parameters, lr=1.0, momentum=0.5))
+    return model, store, store.flatten()
+
+
+def test_flattening_changes_nothing_of_the_state() -> None:
+    plain, (_, store, _) = kinds_of_tensors().state_dict(), flat_store()
+    state = store.state_dict()
+    assert list(state) == list(plain)
+    for name, value in state.items():
+        assert torch.equal(value, plain[name]), name
+        assert (value.dtype, value.stride()) == (plain[name].dtype, plain[name].stride()), name
+
+
+def test_copied_weights_are_the_model_in_the_layout_of_another_one() -> None:
+    model, store, flat = flat_store()
+    other = kinds_of_tensors()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    buffer = torch.zeros(flat.total_bytes, dtype=torch.uint8)
+    FlatModel(other).move_to(buffer, keep_values=False)
+    store.copy_weights(buffer)
+    for name, value in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], value), name
+
+
+def test_the_moving_part_brings_an_update_and_buffers_and_leaves_the_rest_alone() -> None:
+    model, store, flat = flat_store()
+    buffer = torch.zeros(flat.total_bytes, dtype=torch.uint8)
+    store.copy_weights(buffer)
+    before = buffer.clone()
+    store.apply([torch.ones_like(p) for p in model.parameters() if p.requires_grad])
+    updated = [torch.full_like(b, 7) for b in model.buffers()]
+    store.take_buffers(updated)
+    buffer[flat.moving_bytes :].fill_(255)
+    store.copy_weights(buffer[: flat.moving_bytes])
+    assert buffer[flat.moving_bytes :].unique().tolist() == [255]
+    parameters = zip(flat.trained.views(buffer), flat.trained.views(before), strict=True)
+    assert all(torch.equal(new, old - 1.0) for new, old in parameters)
+    assert all(b.unique().tolist() == [7] for b in flat.buffers.views(buffer))
+
+
+def test_what_was_copied_does_not_change_with_the_next_update() -> None:
+    model, store, flat = flat_store()
+    buffer = torch.zeros(flat.total_bytes, dtype=torch.uint8)
+    store.copy_weights(buffer)
+    before = buffer.clone()
+    store.apply([torch.ones_like(p) for p in model.parameters() if p.requires_grad])
+    assert torch.equal(buffer, before)
+
+
+def test_momentum_goes_on_after_flattening() -> None:
+    store = store_of(0.0, momentum=0.5)
+    flat = store.flatten()
+    store.apply(grads(1.0))
+    store.apply(grads(1.0))
+    assert store.state_dict()["0"].tolist() == [-2.5, -2.5]
+    buffer = torch.zeros(flat.total_bytes, dtype=torch.uint8)
+    store.copy_weights(buffer)
+    assert flat.trained.views(buffer)[0].tolist() == [-2.5, -2.5]
+
+
+def test_a_replica_is_refreshed_from_a_flat_store_too() -> None:
+    store = store_of(5.0)
+    store.flatten()
+    replica = store.replica()
+    store.apply(grads(1.0))
+    store.refresh(replica)
+    assert replica.parameters[0].tolist() == [4.0, 4.0]
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["as-it-is", "flat"])
+def test_the_state_can_be_saved_and_loaded_as_a_plain_modules(flat: bool) -> None:
+    """Also one whose tensors are of several dtypes; nothing that lies beside them is saved."""
+    model = kinds_of_tensors()
+    store = Store(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    if flat:
+        store.flatten()
+    file = io.BytesIO()
+    torch.save(store.state_dict(), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    for name, value in kinds_of_tensors().state_dict().items():
+        assert torch.equal(loaded[name], value), name
+        num_bytes = value.numel() * value.element_size()
+        assert loaded[name].untyped_storage().nbytes() == num_bytes, name
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,18 @@ from torch.utils.data import Dataset, TensorDataset
 
 from ps.config import Config
 from ps.errors import ConfigError
-from ps.workload import Workload, check, fetch, load_plug_in, make_model
+from ps.passes import Passes
+from ps.workload import (
+    Workload,
+    check,
+    fetch,
+    load_plug_in,
+    make_model,
+    once_per_host,
+    refuse_sparse,
+    share_by,
+    try_out,
+)
 
 GOOD_PLUG_IN = """
 import torch
@@ -329,6 +340,124 @@ def test_a_model_that_is_partly_frozen_is_good() -> None:
     made = make_model(workload_of(model=partly_frozen), seed=0)
     trained = [name for name, p in made.named_parameters() if p.requires_grad]
     assert trained == ["1.weight", "1.bias"]
+
+
+def tried_out(run: Callable[[nn.Module, Tensor], Tensor] | None = None, **parts: object) -> str:
+    """What a try-out of the workload refuses, "" if it is good."""
+    workload = workload_of(**parts)
+    model = workload.model()
+    try:
+        try_out(workload, model, torch.device("cpu"), run or Passes().run)
+    except ConfigError as error:
+        return str(error)
+    finally:
+        assert model.training is True
+    return ""
+
+
+def test_a_good_workload_is_tried_out_on_one_sample_without_gradients() -> None:
+    asked: list[tuple[int, bool, bool]] = []
+
+    def run(model: nn.Module, inputs: Tensor) -> Tensor:
+        asked.append((len(inputs), model.training, torch.is_grad_enabled()))
+        outputs: Tensor = model(inputs)
+        return outputs
+
+    assert tried_out(run) == ""
+    assert asked == [(1, False, False)]
+
+
+def test_the_model_is_tried_out_in_the_precision_and_format_it_will_be_trained_in() -> None:
+    class Picky(nn.Linear):
+        def forward(self, inputs: Tensor) -> Tensor:
+            raise ValueError(f"autocast {torch.is_autocast_enabled('cpu')}")
+
+    message = tried_out(Passes(bfloat16=True).run, model=lambda: Picky(2, 1))
+    assert message == (
+        "workload tiny: model raised ValueError: autocast True "
+        "(inputs float32 [1, 2], targets float32 [1])"
+    )
+
+
+@pytest.mark.parametrize("bfloat16", [False, True])
+def test_a_model_that_gives_no_tensor_is_refused_as_seen(bfloat16: bool) -> None:
+    class Twice(nn.Linear):
+        def forward(self, inputs: Tensor) -> Any:
+            return ("first", "second")
+
+    assert tried_out(Passes(bfloat16=bfloat16).run, model=lambda: Twice(2, 1)) == (
+        "workload tiny: model must give a tensor, got tuple ('first', 'second')"
+    )
+
+
+def test_a_loss_that_is_no_scalar_is_refused_as_seen() -> None:
+    assert tried_out(loss=lambda outputs, targets: torch.ones(2)) == (
+        "workload tiny: loss must give a scalar tensor, got Tensor tensor([1., 1.])"
+    )
+    assert tried_out(loss=lambda outputs, targets: 1.5) == (
+        "workload tiny: loss must give a scalar tensor, got float 1.5"
+    )
+
+
+def test_a_count_of_right_samples_beyond_the_batch_is_refused() -> None:
+    assert tried_out(correct=lambda outputs, targets: 2) == (
+        "workload tiny: correct must give 0 or 1 for one sample, got int 2"
+    )
+
+
+@pytest.mark.parametrize("part", ["loss", "correct"])
+def test_a_part_that_raises_is_named_with_what_it_was_given(part: str) -> None:
+    def broken(outputs: Tensor, targets: Tensor) -> Tensor:
+        raise KeyError("cat")
+
+    parts: dict[str, Any] = {part: broken}
+    assert tried_out(**parts) == (
+        f"workload tiny: {part} raised KeyError: 'cat' (inputs float32 [1, 2], targets float32 [1])"
+    )
+
+
+def embedding(*, sparse: bool) -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.Embedding(5, 2, sparse=sparse))
+
+
+def test_a_layer_with_sparse_gradients_is_refused_by_its_name() -> None:
+    with pytest.raises(ConfigError) as caught:
+        refuse_sparse(workload_of(), embedding(sparse=True))
+    assert str(caught.value) == (
+        "workload tiny: Embedding 1 makes sparse gradients, and --compute trainer takes dense ones "
+        "alone; make it with sparse=False, or type --compute server"
+    )
+    refuse_sparse(workload_of(), embedding(sparse=False))
+
+
+def make_tensors() -> list[Tensor]:
+    return [torch.ones(2), torch.zeros(3, dtype=torch.uint8)]
+
+
+def test_without_other_ranks_shared_tensors_are_made_here() -> None:
+    first, second = once_per_host("mine", make_tensors)
+    assert (first.tolist(), second.tolist()) == ([1.0, 1.0], [0, 0, 0])
+
+
+def test_shared_tensors_come_from_where_the_process_was_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ps.workload._share", None)  # is put back after the test
+    asked: list[str] = []
+
+    def share(name: str, make: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
+        asked.append(name)
+        return [tensor + 1 for tensor in make()]
+
+    share_by(share)
+    first, second = once_per_host("mine", make_tensors)
+    assert (first.tolist(), second.tolist()) == ([2.0, 2.0], [1, 1, 1])
+    assert asked == ["mine"]
+
+
+def test_a_plug_in_gets_channels_last_only_if_it_says_so() -> None:
+    assert workload_of().channels_last is False
+    assert workload_of(channels_last=True).channels_last is True
 
 
 def test_a_workload_never_changes() -> None:

@@ -55,10 +55,10 @@ def take_from(address: Address, timeout_s: float) -> None:
         channel = dial(address, timeout_s)
         channel.send(name)
         layout: Layout | None = channel.receive()
-        if layout is None:
-            return make()
-        memory = channel.receive_memory()
+        memory = channel.receive_memory() if layout else None
         channel.close()
+        if layout is None or memory is None:
+            return make()
         tensors = layout.views(memory.bytes(private=True))
         memory.close()
         return tensors

@@ -31,7 +31,7 @@ class Images:
 
     def batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         """float32 [len(indices), 1, 28, 28] and int64 [len(indices)]."""
-        if isinstance(indices, array):
+        if isinstance(indices, array) and indices.typecode == "q":
             chosen = torch.frombuffer(indices, dtype=torch.int64)
         else:
             chosen = torch.tensor(indices)
