@@ -137,11 +137,9 @@ def _push(config: Config, parameters: int, port: int, budget_s: float, results: 
     flat = FlatModel(_model(parameters))
     rendezvous.gather()
     server = connect(invitation, rendezvous, config)
-    mailbox = server.open_mailbox(flat)
     layout = flat.describe()
-
-    def empty() -> None:
-        server.forward  # noqa: B018
+    server.join(TRAINER, layout)
+    mailbox = server.open_mailbox(flat)
 
     def push() -> None:
         nonlocal order
@@ -155,7 +153,6 @@ def _push(config: Config, parameters: int, port: int, budget_s: float, results: 
         result = Trained(order.epoch, order.batch, BATCH_SIZE, 0.0, message)
         order = server.next_order(TRAINER, result)
 
-    server.join(TRAINER, layout)
     order = server.next_order(TRAINER, None)
     medians = (_median_s(lambda: server.join(TRAINER, layout), budget_s), _median_s(push, budget_s))
     server.leave(TRAINER)

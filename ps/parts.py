@@ -132,8 +132,8 @@ class TrainerParts:
             server.join(trainer, None)
             return ServerSideWorker(trainer, server, self._workload, self._passes, self.loader)
         flat = FlatModel(self._model)
-        mailbox = server.open_mailbox(flat)
         server.join(trainer, flat.describe())
+        mailbox = server.open_mailbox(flat)
         flat.move_to(mailbox.weights, keep_values=False)
         return TrainerSideWorker(
             self._workload,

@@ -16,7 +16,9 @@ import socket
 import struct
 import sys
 import threading
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
@@ -85,6 +87,8 @@ class Listener:
 
     def close(self) -> None:
         """Accept nobody any more; those who are connected stay so."""
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # close() alone does not wake accept()
         self._listener.close()
 
     def _accept(self) -> None:
@@ -111,20 +115,23 @@ class Listener:
 
 
 def dial(address: Address, timeout_s: float) -> Channel:
-    """Call. What is received later raises BlockingIOError after timeout_s.
+    """Call. What is sent or received later raises BlockingIOError after timeout_s.
 
     Raises:
         LaunchError: nobody answers, or not with the same key.
     """
     caller = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
-    caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        caller.setsockopt(socket.SOL_SOCKET, option, limit)
+    connection = Connection(caller.detach())
     try:
-        caller.connect(f"\0{address.name}")
-        connection = Connection(caller.detach())
+        with socket.socket(fileno=os.dup(connection.fileno())) as same:
+            same.connect(f"\0{address.name}")
         answer_challenge(connection, bytes.fromhex(address.key))
         deliver_challenge(connection, bytes.fromhex(address.key))
     except (OSError, EOFError, AuthenticationError) as error:
+        connection.close()
         raise LaunchError(f"no connection to rank 0: {error or type(error).__name__}") from None
     return Channel(connection)
 
@@ -133,7 +140,9 @@ class Memory:
     """Memory that can be handed to other processes. It stays while anybody uses it."""
 
     def __init__(self, handle: int) -> None:
+        """Owns the handle, which is closed with it."""
         self.handle = handle
+        self._close = weakref.finalize(self, os.close, handle)
 
     @classmethod
     def allocate(cls, num_bytes: int) -> Memory:
@@ -157,7 +166,7 @@ class Memory:
 
     def close(self) -> None:
         """Once it was handed over, and bytes() is not called any more."""
-        os.close(self.handle)
+        self._close()
 
 
 def encode(message: Any) -> bytes:
@@ -178,7 +187,8 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not Tensor:
             return NotImplemented
-        flat = value.detach().contiguous().view(-1).view(torch.uint8)
+        plain = value.detach().resolve_conj().resolve_neg().contiguous()
+        flat = plain.view(-1).view(torch.uint8)
         return _tensor, (bytearray(flat.numpy()), value.dtype, tuple(value.shape))
 
 

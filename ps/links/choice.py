@@ -38,7 +38,7 @@ class Link(Server, Protocol):
     """Whether tensors travel in the messages, as the server does not see the mailbox."""
 
     def open_mailbox(self, flat: FlatModel) -> Mailbox:
-        """The memory that the trainer's model shall use. Once, before any other call."""
+        """The memory that the trainer's model shall use. Once, after join()."""
 
     def close(self) -> None:
         """After leave(), or after fail()."""

@@ -71,10 +71,12 @@ class LocalServer:
         """Answer one trainer until it is gone."""
         trainer: int = channel.receive()
         try:
-            if trainer in self._mailboxes:
-                self._mailboxes[trainer].hand_over(channel)
             while True:
-                self._answer(channel, *channel.receive())
+                method, args = channel.receive()
+                if method == _OPEN_MAILBOX:
+                    self._mailboxes[trainer].hand_over(channel)
+                else:
+                    self._answer(channel, method, args)
         except (OSError, EOFError):
             self._service.lost(trainer, "its connection closed")
 
@@ -87,6 +89,9 @@ class LocalServer:
         else:
             # Whoever completes it sends it: this thread goes on to see if the trainer is lost.
             answered.add_done_callback(lambda future: _send_if_there(channel, future.value()))
+
+
+_OPEN_MAILBOX = "open mailbox"  # the one call that is the link's own
 
 
 def _send_if_there(channel: Channel, message: Any) -> None:
@@ -111,6 +116,7 @@ class LocalLink:
 
     def open_mailbox(self, flat: FlatModel) -> Mailbox:
         """The one that the server has for this trainer."""
+        self._channel.send((_OPEN_MAILBOX, ()))
         parts = [self._channel.receive_memory() for _ in range(2)]
         mailbox = Mailbox(*(part.bytes() for part in parts))
         for part in parts:
