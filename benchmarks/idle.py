@@ -1,6 +1,6 @@
 """What a server and a trainer cost while there is nothing to do for them.
 
-    python -m benchmarks.idle [--seconds 10]
+    python -m benchmarks.idle [--seconds 10] [options of launch.py]
 
 One of two trainers sleeps in its last batch; the other waits for an order, and the server waits.
 """
@@ -8,6 +8,7 @@ One of two trainers sleeps in its last batch; the other waits for an order, and 
 from __future__ import annotations
 
 import argparse
+import signal
 import tempfile
 import time
 from collections.abc import Mapping
@@ -17,20 +18,31 @@ import psutil
 
 from benchmarks.jobs import Job
 
-SLEEP_S = 20.0
+SLEEP_S = 30.0
+ROLES = {0: "server", 2: "waiting trainer", 1: "sleeping trainer"}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=10.0)
-    args = parser.parse_args()
+    args, options = parser.parse_known_args()
+    for role, share in measure(args.seconds, *options).items():
+        print(f"{role:16} {100 * share:5.2f} % of a core (at most 2)")
+
+
+def measure(seconds: float, *options: str) -> dict[str, float]:
+    """CPU time of each role over that many seconds, at most 25, as a share of one core."""
+    workload = ["--workload", "benchmarks.plugins:sleeping", "--batch-size", "2000"]
     with tempfile.TemporaryDirectory() as folder:
-        job = Job(Path(folder), "--workload", "benchmarks.plugins:sleeping", "--batch-size", "2000")
-        job.wait_for("updates 1/2")
-        used = busy_fractions(job.ranks(), args.seconds)
-        job.wait()
-    for rank, role in ((0, "server"), (2, "waiting trainer"), (1, "sleeping trainer")):
-        print(f"{role:16} {100 * used[rank]:5.2f} % of a core (at most 2)")
+        job = Job(Path(folder), *workload, *options)
+        try:
+            job.wait_for("updates 1/2")
+            used = busy_fractions(job.ranks(), seconds)
+            job.send(signal.SIGTERM)
+            job.wait()
+        finally:
+            job.kill()
+    return {role: used[rank] for rank, role in ROLES.items()}
 
 
 def busy_fractions(ranks: Mapping[int, psutil.Process], seconds: float) -> dict[int, float]:

@@ -12,10 +12,12 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 MNIST_FOLDERS = (ROOT / "data", ROOT.parent / "shared" / "mnist")
@@ -47,6 +49,8 @@ class Done:
 
     @property
     def model(self) -> dict[str, torch.Tensor]:
+        import torch  # late: processes that only start jobs do without it
+
         loaded: dict[str, torch.Tensor] = torch.load(self.run_dir / "model.pt", weights_only=True)
         return loaded
 

@@ -45,7 +45,9 @@ def some_digits(config: Config) -> Workload:
 
 def small_perceptron(config: Config) -> Workload:
     """The digits with a net whose step takes well below a millisecond: the rest is overhead."""
-    return replace(digits.build(config), name="small perceptron", model=_perceptron)
+    return replace(
+        digits.build(config), name="small perceptron", model=_perceptron, channels_last=False
+    )
 
 
 def _perceptron() -> nn.Sequential:

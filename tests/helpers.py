@@ -1,23 +1,49 @@
-"""The vocabulary of the tests: models, servers, links and whole jobs in one call each."""
+"""The vocabulary of the tests: models, servers, trainers and other processes in one call each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from benchmarks.jobs import ROOT
+from ps.compute import Compute, OnServer, OnTrainers
+from ps.flat import FlatModel
+from ps.links.answers import InProcessLink
+from ps.links.choice import Link
+from ps.loading import Loader
 from ps.metrics import Metrics
 from ps.orders import Orders, Plan, permutation
+from ps.passes import Passes
 from ps.randomness import step_seed
-from ps.server import ParameterServer
+from ps.server import Outcome, ParameterServer
+from ps.step import ServerSideWorker, TrainerSideWorker, Worker
 from ps.store import Store
+from ps.topology import Topology
+from ps.trainer import train
 from ps.workload import Workload, fetch, make_model
 
+Optimizer = Callable[[nn.Module], torch.optim.Optimizer]
+COMPUTE = ("server", "trainer")
+THREADS_BOUND_S = 30.0
 
-def sgd(model: nn.Module, lr: float = 0.1, momentum: float = 0.0) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
+
+def sgd(
+    model: nn.Module, lr: float = 0.1, momentum: float = 0.0, weight_decay: float = 0.0
+) -> torch.optim.Optimizer:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.SGD(trained, lr=lr, momentum=momentum, weight_decay=weight_decay)
+
+
+def momentum_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return sgd(model, momentum=0.9)
 
 
 @dataclass
@@ -28,32 +54,114 @@ class Parts:
     store: Store
     orders: Orders
     metrics: Metrics
+    compute: Compute
     workload: Workload
     plan: Plan
+    passes: Passes
+    trainers: tuple[int, ...]
+
+    @property
+    def outcome(self) -> Outcome:
+        """Of a job that has ended."""
+        assert self.server.outcome is not None
+        return self.server.outcome
+
+    def link(self, trainer: int = 1) -> InProcessLink:
+        return InProcessLink(self.server, self.compute, trainer)
+
+    def worker(self, trainer: int = 1) -> Worker:
+        """Over a link of this process."""
+        return worker(trainer, self.link(trainer), self)
 
 
 def server_of(
     workload: Workload,
     *,
-    trainers: Sequence[int] = (1,),
+    compute: str = "server",
+    trainers: Iterable[int] = (1,),
     batch_size: int = 8,
     epochs: int = 1,
-    seed: int = 0,
-    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
+    optimizer: Optimizer = sgd,
     slice_size: int = 40,
+    max_lag: int | None = None,
+    lookahead: int = 0,
+    passes: Passes | None = None,
 ) -> Parts:
+    """batch_size is the number of samples of an order, passes.batch_size that of one pass."""
+    trainers, passes = tuple(trainers), passes or Passes()
     plan = Plan(
         num_train_samples=len(workload.train),
         num_test_samples=len(workload.test),
         batch_size=batch_size,
         epochs=epochs,
-        seed=seed,
+        seed=passes.seed,
         slice_size=slice_size,
+        batches_per_update=len(trainers) if max_lag == 0 else 1,
     )
-    model = make_model(workload, seed)
-    store, orders, metrics = Store(model, optimizer(model)), Orders(plan), Metrics(plan)
-    server = ParameterServer(store, orders, metrics, trainers=trainers, seed=seed)
-    return Parts(server, store, orders, metrics, workload, plan)
+    model = passes.prepare(make_model(workload, passes.seed))
+    store, orders, metrics = Store(model, optimizer(model)), Orders(plan), Metrics(plan, trainers)
+    place: Compute
+    place = OnServer(store, trainers, passes) if compute == "server" else OnTrainers(store)
+    server = ParameterServer(
+        *(store, orders, metrics, place), trainers=trainers, max_lag=max_lag, lookahead=lookahead
+    )
+    return Parts(server, store, orders, metrics, place, workload, plan, passes, trainers)
+
+
+def worker(trainer: int, link: Link, parts: Parts) -> Worker:
+    """A trainer's worker, that has joined."""
+    passes, loader = parts.passes, Loader(parts.workload.train, parts.passes)
+    if isinstance(parts.compute, OnServer):
+        link.join(trainer, None)
+        return ServerSideWorker(trainer, link, parts.workload, passes, loader)
+    model = passes.prepare(make_model(parts.workload, passes.seed))
+    flat = FlatModel(model)
+    link.join(trainer, flat.describe())
+    mailbox = link.open_mailbox(flat)
+    flat.move_to(mailbox.weights, keep_values=False)
+    return TrainerSideWorker(
+        parts.workload, model, flat, mailbox, passes, loader, by_message=link.by_message
+    )
+
+
+def run_threads(be: Callable[[int], object], trainers: Iterable[int]) -> None:
+    """Call it for all at once, each in a thread of its own; raises the first error of any."""
+    errors: list[BaseException] = []
+
+    def run(trainer: int) -> None:
+        try:
+            be(trainer)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(trainer,), daemon=True) for trainer in trainers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(THREADS_BOUND_S)
+    if errors:
+        raise errors[0]
+    assert not any(thread.is_alive() for thread in threads), f"not within {THREADS_BOUND_S} s"
+
+
+def until(condition: Callable[[], bool], bound_s: float) -> float:
+    """Wait for it; gives the seconds that took."""
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < bound_s, f"not within {bound_s} s"
+        time.sleep(0.01)
+    return time.monotonic() - start
+
+
+def train_all(parts: Parts, connect: Callable[[int], Link] | None = None) -> None:
+    """The whole job, each trainer in a thread of its own."""
+
+    def be(trainer: int) -> None:
+        link = (connect or parts.link)(trainer)
+        train(trainer, link, worker(trainer, link, parts))
+
+    run_threads(be, parts.trainers)
+    assert parts.outcome.status == "done", parts.outcome
 
 
 def train_alone(
@@ -61,23 +169,88 @@ def train_alone(
     *,
     updates: int,
     batch_size: int = 8,
-    seed: int = 0,
-    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
-) -> dict[str, torch.Tensor]:
-    """The reference: a plain loop over the same batches, as anybody would write it."""
-    torch.manual_seed(seed)
+    optimizer: Optimizer = sgd,
+    passes: Passes | None = None,
+) -> dict[str, Tensor]:
+    """The reference: a plain loop over the same batches, as anybody would write it.
+
+    N trainers in step with batches of B samples are one process with batches of N * B.
+    """
+    passes = passes or Passes()
+    torch.manual_seed(passes.seed)
     model = workload.model().train()
+    if passes.channels_last:
+        model = model.to(memory_format=torch.channels_last)
     optim = optimizer(model)
     per_epoch = -(-len(workload.train) // batch_size)
     for update in range(updates):
         epoch, batch = divmod(update, per_epoch)
-        order = permutation(seed, epoch, len(workload.train))
-        torch.manual_seed(step_seed(seed, epoch, batch))
+        order = permutation(passes.seed, epoch, len(workload.train))
+        torch.manual_seed(step_seed(passes.seed, epoch, batch))
         inputs, targets = fetch(
             workload.train, order[batch * batch_size : (batch + 1) * batch_size]
         )
-        loss = workload.loss(model(inputs), targets)
+        if passes.channels_last:
+            inputs = inputs.contiguous(memory_format=torch.channels_last)
+        with torch.autocast("cpu", torch.bfloat16, enabled=passes.bfloat16):
+            outputs = model(inputs)
+        loss = workload.loss(outputs.float() if passes.bfloat16 else outputs, targets)
         optim.zero_grad()
         loss.backward()
         optim.step()
     return {name: value.detach() for name, value in model.state_dict().items()}
+
+
+def assert_equal(
+    got: Mapping[str, Tensor], expected: Mapping[str, Tensor], within: float = 1e-6
+) -> None:
+    """The same names, and values that differ by at most `within`; 0 is bit for bit."""
+    assert got.keys() == expected.keys()
+    for name, value in got.items():
+        torch.testing.assert_close(
+            value,
+            expected[name],
+            rtol=0,
+            atol=within,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def topology_of(rank: int = 0, world_size: int = 1, port: int = 0, attempt: int = 0) -> Topology:
+    return Topology(
+        rank=rank,
+        world_size=world_size,
+        master_addr="127.0.0.1",
+        master_port=port or free_port(),
+        restart_count=attempt,
+    )
+
+
+def start(function: Callable[..., None], *args: object) -> subprocess.Popen[str]:
+    """Run a function of a test module in a process of its own, with its output in a pipe."""
+    module = function.__module__
+    return subprocess.Popen(
+        [sys.executable, "-c", f"import {module}; {module}.{function.__name__}(*{args!r})"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def next_line(process: subprocess.Popen[str]) -> str:
+    """What it prints next. Blocks."""
+    assert process.stdout is not None
+    return process.stdout.readline().rstrip("\n")
+
+
+def end_processes(*processes: subprocess.Popen[str]) -> None:
+    """Kill what still runs, and close the pipes."""
+    for process in processes:
+        process.kill()
+        process.communicate()

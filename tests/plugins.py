@@ -10,8 +10,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from ps import link
 from ps.config import Config
+from ps.links import local, rpc
 from ps.workload import Workload
 from ps.workloads import digits
 from ps.workloads.images import Images, image_workload
@@ -38,10 +38,11 @@ def correct(outputs: Tensor, targets: Tensor) -> int:
     return int((outputs.argmax(dim=1) == targets).sum())
 
 
-def perceptron(dropout: float = 0.0, num_train: int = 400) -> Workload:
+def perceptron(dropout: float = 0.0, num_train: int = 400, hidden: int = 16) -> Workload:
     def model() -> nn.Module:
         return nn.Sequential(
-            nn.Linear(6, 16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 3), nn.LogSoftmax(1)
+            *(nn.Linear(6, hidden), nn.ReLU(), nn.Dropout(dropout)),
+            *(nn.Linear(hidden, 3), nn.LogSoftmax(1)),
         )
 
     return Workload(
@@ -64,11 +65,15 @@ def with_dropout(config: Config) -> Workload:
 
 def few_digits(config: Config) -> Workload:
     """The real net on 1600 of the digits: 50 batches of 32."""
-    images, classes = digits.generate(1800, 1)
+    return some_digits(1600, 200)
+
+
+def some_digits(num_train: int, num_test: int) -> Workload:
+    images, classes = digits.generate(num_train + num_test, 1)
     return image_workload(
         "few digits",
-        Images(images[:1600], classes[:1600], mean=0.25, std=0.25),
-        Images(images[1600:], classes[1600:], mean=0.25, std=0.25),
+        Images(images[:num_train], classes[:num_train], mean=0.25, std=0.25),
+        Images(images[num_train:], classes[num_train:], mean=0.25, std=0.25),
     )
 
 
@@ -87,8 +92,27 @@ def fixed_gradients(config: Config) -> Workload:
 
 
 def fixed_gradients_on_two_threads(config: Config) -> Workload:
-    link._num_threads = lambda topology: 2
+    rpc._num_threads = lambda topology: 2
     return fixed_gradients(config)
+
+
+def one_weight_for_each_sample(count: int = 400) -> Workload:
+    """Training on sample i moves weight i alone: by lr / n, if n samples make the update."""
+
+    def model() -> nn.Module:
+        layer = nn.Linear(count, 1, bias=False)
+        nn.init.zeros_(layer.weight)
+        return layer
+
+    samples = torch.utils.data.TensorDataset(torch.eye(count), torch.zeros(count))
+    return replace(
+        perceptron(),
+        model=model,
+        train=samples,
+        test=torch.utils.data.Subset(samples, range(97)),
+        loss=_mean_output,
+        correct=_none_correct,
+    )
 
 
 def _mean_output(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -121,6 +145,66 @@ def slow(config: Config) -> Workload:
         return loss
 
     return _with_fault(wait, rank=1)
+
+
+def paced(config: Config) -> Workload:
+    """Rank 1 sleeps 160 ms for each batch, all others 40 ms."""
+    workload = perceptron(num_train=800)
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        if len(targets) == config.batch_size:
+            time.sleep(0.16 if RANK == 1 else 0.04)
+        return workload.loss(outputs, targets)
+
+    return replace(workload, loss=loss)
+
+
+def embedding(sparse: bool) -> Workload:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Embedding(50, 4, sparse=sparse), nn.Flatten(), nn.Linear(12, 3))
+
+    words = torch.randint(50, (400, 3), generator=torch.Generator().manual_seed(0))
+    samples = torch.utils.data.TensorDataset(words, torch.arange(400) % 3)
+    return replace(
+        perceptron(), model=model, train=samples, test=samples, loss=nn.functional.cross_entropy
+    )
+
+
+def with_sparse_gradients(config: Config) -> Workload:
+    return embedding(sparse=True)
+
+
+def hundred_million_parameters(config: Config) -> Workload:
+    """Weights of 400 MB, in 100 layers."""
+    return wide(1_000, layers=100)
+
+
+def few_parameters(config: Config) -> Workload:
+    return wide(10, layers=100)
+
+
+def without_memory(config: Config) -> Workload:
+    """As on a host with no memory left for the local link."""
+    local.available_memory_bytes = lambda: 1000
+    return perceptron()
+
+
+def wide(width: int, layers: int = 1, num_train: int = 12) -> Workload:
+    """Bare matrices, and a loss whose gradient is the same in every step."""
+
+    def model() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+
+    inputs = torch.ones(1, width).expand(num_train, width)
+    samples = torch.utils.data.TensorDataset(inputs, torch.zeros(num_train))
+    return replace(
+        perceptron(),
+        model=model,
+        train=samples,
+        test=torch.utils.data.Subset(samples, range(2)),
+        loss=_mean_output,
+        correct=_none_correct,
+    )
 
 
 def _raise(loss: Tensor) -> Tensor:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from multiprocessing.queues import SimpleQueue
-from multiprocessing.synchronize import Barrier
-from typing import TYPE_CHECKING
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.peers.processes import START_BOUND_S, TRAIN_BOUND_S, Gate, total_rate
 from benchmarks.peers.task import Task
@@ -30,29 +29,35 @@ def part(task: Task, gate: Gate) -> float:
     from benchmarks.peers import training
 
     model = training.new_model(task, training.prepare(task)).share_memory()
-    gate()
     context = torch.multiprocessing.get_context("spawn")
-    barrier, rates = context.Barrier(task.num_processes), context.SimpleQueue()
-    trainers = [
-        context.Process(
-            target=_train, args=(replace(task, index=index), model, barrier, rates), daemon=True
-        )
-        for index in range(task.num_processes)
-    ]
-    for trainer in trainers:
-        trainer.start()
-    for trainer in trainers:
-        trainer.join(TRAIN_BOUND_S)
-        assert trainer.exitcode == 0, f"a trainer ended with {trainer.exitcode}"
-    return float(sum(rates.get() for _ in trainers))
+    pipes = []
+    for index in range(task.num_processes):
+        here, there = context.Pipe()
+        target = (replace(task, index=index), model, there)
+        context.Process(target=_train, args=target, daemon=True).start()
+        there.close()
+        pipes.append(here)
+    for pipe in pipes:
+        _receive(pipe, START_BOUND_S)
+    gate()
+    for pipe in pipes:
+        pipe.send("go")
+    return float(sum(_receive(pipe, TRAIN_BOUND_S) for pipe in pipes))
 
 
-def _train(task: Task, model: nn.Module, barrier: Barrier, rates: SimpleQueue[float]) -> None:
+def _train(task: Task, model: nn.Module, pipe: Connection) -> None:
     from benchmarks.peers import training
 
     workload = training.prepare(task)
 
     def gate() -> None:
-        barrier.wait(timeout=START_BOUND_S)
+        pipe.send("ready")
+        pipe.recv()
 
-    rates.put(training.timed(task, gate, training.sgd_step(task, workload, model)))
+    pipe.send(training.timed(task, gate, training.sgd_step(task, workload, model)))
+
+
+def _receive(pipe: Any, bound_s: float) -> Any:
+    """Raises EOFError if the other end has died. Pipes leave nothing behind; locks would."""
+    assert pipe.poll(bound_s), f"a trainer has said nothing for {bound_s:.0f} s"
+    return pipe.recv()

@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib
 import os
 import queue
-import signal
 import subprocess
 import sys
 import threading
@@ -155,18 +154,24 @@ class _Process:
 
     def kill(self) -> None:
         """End it and what it has started; does nothing to what has ended."""
-        with suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(self._popen.pid).children(recursive=True):
-                with suppress(psutil.NoSuchProcess):
-                    child.kill()
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._popen.pid, signal.SIGKILL)
+        left = [process for process in psutil.process_iter() if self._has_started(process)]
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         self._popen.wait()
+        psutil.wait_procs(left, END_BOUND_S)
         self._reader.join(END_BOUND_S)
         for stream in (self._popen.stdin, self._popen.stdout):
             assert stream is not None
             with suppress(BrokenPipeError):
                 stream.close()
+
+    def _has_started(self, process: psutil.Process) -> bool:
+        """Whether it is in the session; some of Ray's processes leave the process group."""
+        try:
+            return os.getsid(process.pid) == self._popen.pid
+        except (ProcessLookupError, PermissionError):
+            return False
 
     def _read(self) -> None:
         assert self._popen.stdout is not None

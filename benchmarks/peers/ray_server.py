@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import secrets
 import tempfile
 import time
 from collections.abc import Sequence
@@ -29,7 +30,8 @@ def rate(task: Task) -> float | None:
     Raises:
         MeasurementError: Ray or a worker failed.
     """
-    if importlib.util.find_spec("ray") is None:
+    spec = importlib.util.find_spec("ray")
+    if spec is None or spec.origin is None:  # without an origin it is a folder of that name
         return None
     with tempfile.TemporaryDirectory(prefix="ray-") as folder:
         return total_rate(__name__, [replace(task, folder=folder)])
@@ -37,7 +39,12 @@ def rate(task: Task) -> float | None:
 
 def part(task: Task, gate: Gate) -> float:
     """The process that drives the actors."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ |= {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # loopback only, as it is on those two
+        "RAY_AUTH_MODE": "token",  # its default; but then it writes the token into the home folder
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    }
     import ray
 
     ray.init(
@@ -45,7 +52,6 @@ def part(task: Task, gate: Gate) -> float:
         object_store_memory=STORE_BYTES,
         include_dashboard=False,
         log_to_driver=False,
-        _node_ip_address="127.0.0.1",
         _temp_dir=task.folder,
     )
     try:
@@ -121,4 +127,5 @@ class Worker:
         inputs, targets = next(self._batches)
         self._model.zero_grad()
         self._workload.loss(self._model(inputs), targets).backward()
-        return [weight.grad.numpy() for weight in self._model.parameters()]
+        gradients: list[Any] = [weight.grad for weight in self._model.parameters()]
+        return [gradient.numpy() for gradient in gradients]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 BATCH_SIZE = 32
 LEARNING_RATE = 0.03
@@ -33,6 +33,10 @@ class Task:
     def own_steps(self) -> int:
         """Timed steps of each process."""
         return max(1, self.steps // self.num_processes)
+
+    def scaled(self, factor: float) -> Task:
+        """The same with factor times the steps."""
+        return replace(self, steps=max(self.num_processes, round(self.steps * factor)))
 
     def to_text(self) -> str:
         return json.dumps(asdict(self))

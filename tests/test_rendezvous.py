@@ -1,0 +1,99 @@
+"""How all ranks of one attempt meet."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+import psutil
+import pytest
+
+from ps.errors import LaunchError
+from ps.links import rendezvous as meeting
+from ps.links.rendezvous import Rendezvous
+from ps.log import log
+from tests.helpers import free_port, topology_of
+
+
+def test_a_rank_that_is_connected_has_not_arrived_before_it_is_ready() -> None:
+    port = free_port()
+    server = Rendezvous(topology_of(0, 2, port), bound_s=0.3)
+    Rendezvous(topology_of(1, 2, port), bound_s=0.3)
+    with pytest.raises(LaunchError, match=r"^gave up waiting for rank 1 to arrive after 0 s"):
+        server.gather()
+
+
+def test_the_ranks_that_are_missing_are_named() -> None:
+    rendezvous = Rendezvous(topology_of(0, 3), bound_s=0.5)
+    with pytest.raises(LaunchError, match=r"^gave up waiting for ranks 1, 2 to arrive after 0 s"):
+        rendezvous.gather()
+
+
+def test_waiting_is_said_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "REMIND_INTERVAL_S", 0.2)
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    log.addHandler(keep := Keep())
+    log.setLevel("INFO")
+    try:
+        rendezvous = Rendezvous(topology_of(0, 2), bound_s=0.7)
+        with pytest.raises(LaunchError):
+            rendezvous.gather()
+    finally:
+        log.removeHandler(keep)
+    assert len(lines) == 3
+    assert all(line.startswith("waiting for rank 1 to arrive, ") for line in lines)
+
+
+def test_all_ranks_meet_and_hear_what_is_announced() -> None:
+    port = free_port()
+    server = Rendezvous(topology_of(0, 3, port), bound_s=10.0)
+    heard: dict[int, str] = {}
+
+    def be(rank: int) -> None:
+        rendezvous = Rendezvous(topology_of(rank, 3, port), bound_s=10.0)
+        heard[rank] = rendezvous.announced(10.0)
+        rendezvous.gather()
+
+    threads = [threading.Thread(target=be, args=(rank,)) for rank in (1, 2)]
+    for thread in threads:
+        thread.start()
+    server.announce("digits")
+    server.gather()
+    for thread in threads:
+        thread.join(10)
+    assert heard == {1: "digits", 2: "digits"}
+
+
+def test_a_second_attempt_does_not_see_what_the_first_one_left() -> None:
+    port = free_port()
+    first = Rendezvous(topology_of(0, 2, port, attempt=0), bound_s=5.0)
+    first.announce("digits")
+    second = Rendezvous(topology_of(1, 2, port, attempt=1), bound_s=0.3)
+    with pytest.raises(LaunchError, match="gave up waiting for rank 0 to be ready after 0 s"):
+        second.announced(0.3)
+
+
+def test_a_store_that_rank_0_serves_listens_on_loopback_only() -> None:
+    me = psutil.Process()
+    before = {c.laddr.port for c in me.net_connections() if c.status == psutil.CONN_LISTEN}
+    rendezvous = Rendezvous(topology_of(0, 2), bound_s=5.0)
+    new = [
+        c.laddr
+        for c in me.net_connections()
+        if c.status == psutil.CONN_LISTEN and c.laddr.port not in before
+    ]
+    assert [address.ip for address in new] == ["127.0.0.1"], rendezvous
+
+
+def test_no_store_within_the_bound_is_an_error_with_the_address() -> None:
+    port = free_port()
+    start = time.monotonic()
+    with pytest.raises(LaunchError, match=rf"^no store at 127.0.0.1:{port}: "):
+        Rendezvous(topology_of(1, 2, port), bound_s=0.5)
+    assert time.monotonic() - start < 3
