@@ -2,7 +2,7 @@
 
     python -m benchmarks.idle [--seconds 10] [options of launch.py]
 
-One of two trainers sleeps in its last batch; the other waits for an order, and the server waits.
+One of two trainers sleeps in its first batch; the other may not go on, and the server waits.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import psutil
 
 from benchmarks.jobs import Job
 
+BATCH_SIZE = 100
+LAG = 10
 SLEEP_S = 30.0
 ROLES = {0: "server", 2: "waiting trainer", 1: "sleeping trainer"}
 
@@ -32,11 +34,14 @@ def main() -> None:
 
 def measure(seconds: float, *options: str) -> dict[str, float]:
     """CPU time of each role over that many seconds, at most 25, as a share of one core."""
-    workload = ["--workload", "benchmarks.plugins:sleeping", "--batch-size", "2000"]
+    workload = [
+        *("--workload", "benchmarks.plugins:sleeping", "--batch-size", str(BATCH_SIZE)),
+        *("--staleness", str(LAG)),  # so that the other trainer cannot do it all alone
+    ]
     with tempfile.TemporaryDirectory() as folder:
         job = Job(Path(folder), *workload, *options)
         try:
-            job.wait_for("updates 1/2")
+            job.wait_for(f"updates {LAG + 1}/")
             used = busy_fractions(job.ranks(), seconds)
             job.send(signal.SIGTERM)
             job.wait()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.idle import SLEEP_S
+from benchmarks.idle import BATCH_SIZE, SLEEP_S
 from ps.config import Config
 from ps.workload import Samples, Workload, fetch
 from ps.workloads import digits
@@ -57,11 +57,11 @@ def _perceptron() -> nn.Sequential:
 
 
 def sleeping(config: Config) -> Workload:
-    """Two batches; rank 1 sleeps in its own."""
+    """Rank 1 sleeps in its first batch."""
     samples = torch.utils.data.TensorDataset(torch.ones(4000, 4), torch.zeros(4000))
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        if os.environ.get("RANK") == "1" and len(targets) == 2000:
+        if os.environ.get("RANK") == "1" and len(targets) == BATCH_SIZE:
             time.sleep(SLEEP_S)
         return outputs.mean()
 

@@ -23,7 +23,7 @@ from ps.server import ParameterServer
 from ps.step import ServerSideWorker, TrainerSideWorker, Worker
 from ps.store import Store, make_optimizer
 from ps.topology import Topology
-from ps.workload import Workload, make_model, refuse_sparse, try_out
+from ps.workload import Workload, make_model, refuse_without_layout, try_out
 from ps.workloads import catalogue
 
 
@@ -76,7 +76,7 @@ def server_parts(topology: Topology, config: Config, name: str) -> ServerParts:
     if config.compute == "server":
         compute = OnServer(store, topology.trainers, passes, input_device)
     else:
-        refuse_sparse(workload, model)
+        refuse_without_layout(workload, model)
         compute = OnTrainers(store)
     server = ParameterServer(
         store,

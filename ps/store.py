@@ -67,6 +67,8 @@ class Store:
         self._buffer: Tensor | None = None
         self._num_buffers = len(list(model.buffers()))
         self._optimizer = optimizer
+        # Without the wrappers for profiler and compiler, which cost as much as a small update.
+        self._step = inspect.unwrap(type(optimizer).step)
         self._base_lrs = [group["lr"] for group in optimizer.param_groups]
         self._lr_factor = lr_factor
         self._clip_norm = clip_norm
@@ -106,7 +108,8 @@ class Store:
             self._clip([gradient for gradient in gradients if gradient is not None])
         if self._lr_factor is not None:
             self._set_lr(self._lr_factor(self.version))
-        self._optimizer.step()
+        with torch.no_grad():
+            self._step(self._optimizer)
         for parameter in self._parameters:
             parameter.grad = None
         if self.untrained:
@@ -149,14 +152,16 @@ class Store:
     def state_dict(self) -> dict[str, Tensor]:
         """The model's state on the CPU, as a plain module without a server would save it.
 
-        After flatten() it is a copy: saved as a view, each tensor would bring the whole buffer.
+        After flatten() each tensor is alone in its storage, over the same memory: as a view it
+        would bring the whole buffer into a file.
         """
-        state = {name: value.detach().cpu() for name, value in self._model.state_dict().items()}
+        state = self._model.state_dict()
         if self._buffer is None:
-            return state
-        places = {name: (value.data_ptr(), value.shape) for name, value in state.items()}
-        copies = {places[name]: value.clone() for name, value in state.items()}
-        return {name: copies[places[name]] for name in state}  # tied ones stay tied
+            return {name: value.detach().cpu() for name, value in state.items()}
+        memory = memoryview(self._buffer.numpy())  # type: ignore[arg-type]
+        start = self._buffer.data_ptr()
+        alone = {_place(v): _alone(v, memory, v.data_ptr() - start) for v in state.values()}
+        return {name: alone[_place(value)] for name, value in state.items()}  # tied stay tied
 
     def _clip(self, gradients: Sequence[Tensor]) -> None:
         norm = torch.nn.utils.get_total_norm(gradients)
@@ -236,6 +241,19 @@ def make_optimizer(
     except (ValueError, RuntimeError) as error:
         raise ConfigError(f"--optimizer {name}: {error}") from None
     return optimizer
+
+
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    """The same for tensors that are one and the same memory."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _alone(tensor: Tensor, memory: memoryview, start: int) -> Tensor:
+    """The tensor, which is dense and lies at memory[start:], without what lies beside it."""
+    if not tensor.numel():
+        return tensor.detach().clone()
+    part = memory[start : start + tensor.numel() * tensor.element_size()]
+    return torch.frombuffer(part, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
 
 def _has_finite_sum(tensor: Tensor | None) -> bool:

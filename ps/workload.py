@@ -133,10 +133,18 @@ def make_model(workload: Workload, seed: int) -> nn.Module:
     return model.train()
 
 
-def refuse_sparse(workload: Workload, model: nn.Module) -> None:
-    """Raises:
-    ConfigError: a layer of torch's makes sparse gradients, which have no place in a buffer.
+def refuse_without_layout(workload: Workload, model: nn.Module) -> None:
+    """For models whose tensors shall lie in one buffer.
+
+    Raises:
+        ConfigError: a layer makes sparse gradients, or does not know its sizes yet.
     """
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise ConfigError(
+                f"workload {workload.name}: {name} is lazy, and --compute trainer must know its "
+                "size; run the model once in model(), or type --compute server"
+            )
     for name, layer in model.named_modules():
         if getattr(layer, "sparse", False) is True:
             raise ConfigError(

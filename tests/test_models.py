@@ -147,6 +147,7 @@ class Odd(nn.Module):
         self.scale = nn.Parameter(torch.ones(()))
         self.turned = nn.Parameter(torch.randn(3, 6).t())
         self.register_buffer("none", torch.empty(2, 0))
+        self.register_buffer("no_numbers", torch.empty(2, 0, dtype=torch.int64))
         self.register_buffer("steps", torch.tensor(0))
         self.register_buffer("not_saved", torch.ones(3), persistent=False)
 

@@ -23,7 +23,7 @@ from ps.workload import (
     load_plug_in,
     make_model,
     once_per_host,
-    refuse_sparse,
+    refuse_without_layout,
     share_by,
     try_out,
 )
@@ -422,12 +422,12 @@ def embedding(*, sparse: bool) -> nn.Module:
 
 def test_a_layer_with_sparse_gradients_is_refused_by_its_name() -> None:
     with pytest.raises(ConfigError) as caught:
-        refuse_sparse(workload_of(), embedding(sparse=True))
+        refuse_without_layout(workload_of(), embedding(sparse=True))
     assert str(caught.value) == (
         "workload tiny: Embedding 1 makes sparse gradients, and --compute trainer takes dense ones "
         "alone; make it with sparse=False, or type --compute server"
     )
-    refuse_sparse(workload_of(), embedding(sparse=False))
+    refuse_without_layout(workload_of(), embedding(sparse=False))
 
 
 def make_tensors() -> list[Tensor]:

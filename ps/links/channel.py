@@ -132,7 +132,8 @@ def dial(address: Address, timeout_s: float) -> Channel:
         deliver_challenge(connection, bytes.fromhex(address.key))
     except (OSError, EOFError, AuthenticationError) as error:
         connection.close()
-        raise LaunchError(f"no connection to rank 0: {error or type(error).__name__}") from None
+        reason = str(error) or type(error).__name__
+        raise LaunchError(f"no connection to rank 0: {reason}") from None
     return Channel(connection)
 
 

@@ -116,8 +116,11 @@ class LocalLink:
 
     def open_mailbox(self, flat: FlatModel) -> Mailbox:
         """The one that the server has for this trainer."""
-        self._channel.send((_OPEN_MAILBOX, ()))
-        parts = [self._channel.receive_memory() for _ in range(2)]
+        try:
+            self._channel.send((_OPEN_MAILBOX, ()))
+            parts = [self._channel.receive_memory() for _ in range(2)]
+        except (OSError, EOFError, RuntimeError) as error:
+            raise PeerLost(f"lost the server before the mailbox came: {error}") from None
         mailbox = Mailbox(*(part.bytes() for part in parts))
         for part in parts:
             part.close()
