@@ -27,10 +27,11 @@ def nothing_left_running(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     finds them wherever they are."""
     mark = uuid.uuid4().hex
     monkeypatch.setenv("PS_TEST", mark)
+    before = set(psutil.pids())
     yield
-    strays = [process for process in psutil.process_iter() if _carries(process, mark)]
+    strays = [pid for pid in set(psutil.pids()) - before if _carries(pid, mark)]
     for stray in strays:
-        stray.kill()
+        psutil.Process(stray).kill()
     assert not strays, f"the test left processes behind: {strays}"
 
 
@@ -43,10 +44,8 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixt
     log.removeHandler(caplog.handler)
 
 
-def _carries(process: psutil.Process, mark: str) -> bool:
-    if process.pid == os.getpid():
-        return False
+def _carries(pid: int, mark: str) -> bool:
     try:
-        return process.environ().get("PS_TEST") == mark
+        return psutil.Process(pid).environ().get("PS_TEST") == mark
     except psutil.Error:
         return False

@@ -44,6 +44,8 @@ from tests.helpers import (
 )
 from tests.plugins import one_weight_for_each_sample, perceptron
 
+pytestmark = pytest.mark.slow
+
 
 class LinkOfOne(rpc.RpcLink):
     """In the group that this process has opened already."""

@@ -44,6 +44,8 @@ from tests.helpers import (
 )
 from tests.plugins import perceptron, wide
 
+pytestmark = pytest.mark.slow
+
 MEBIBYTE = 1 << 20
 
 

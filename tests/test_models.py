@@ -33,6 +33,8 @@ from tests.helpers import (
 )
 from tests.plugins import Points, embedding, perceptron, some_digits
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
