@@ -139,7 +139,9 @@ class Store:
     def flatten(self) -> FlatModel:
         """Lay the model out in one buffer, for copy_weights. Before the first update."""
         flat = FlatModel(self._model)
-        self._buffer = torch.zeros(flat.total_bytes, dtype=torch.uint8)
+        # Filled as the tensors move: zeros would take all of it while the first places are held.
+        self._buffer = torch.empty(flat.total_bytes, dtype=torch.uint8)
+        self._tensors = []
         flat.move_to(self._buffer, keep_values=True)
         self._tensors = _tensors(self._model)
         return flat

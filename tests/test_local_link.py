@@ -23,6 +23,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.jobs import ROOT
 from ps import machine
 from ps.errors import ConfigError, LaunchError, PeerLost
 from ps.links import channel, local
@@ -303,7 +304,9 @@ def files_of(process: subprocess.Popen[str]) -> set[str]:
     held = psutil.Process(process.pid)
     sockets = {connection.laddr for connection in held.net_connections("unix")}
     maps = {area.path for area in held.memory_maps()}
-    return {str(name) for name in sockets | maps if str(name).startswith(("/dev/shm", "/tmp"))}
+    names = {str(name) for name in sockets | maps}
+    programs = (str(ROOT), sys.prefix)
+    return {n for n in names if n.startswith(("/dev/shm", "/tmp")) and not n.startswith(programs)}
 
 
 @pytest.mark.slow
