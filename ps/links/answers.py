@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import traceback
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from ps.compute import Compute, OnTrainers
 from ps.flat import FlatModel, Mailbox, private_mailbox
@@ -40,6 +43,38 @@ def value(method: str, answered: Any) -> Any:
     if isinstance(answered, _Raised):
         raise ServerError(f"on the server, {method}: {answered.text}\n\n{answered.traceback}")
     return answered
+
+
+class RemoteCalls(ABC):
+    """The calls of protocol.Server, for a link that sends a method's name and its arguments."""
+
+    @abstractmethod
+    def _call(self, method: str, *args: Any) -> Any:
+        """What the server gives. May raise PeerLost and ServerError."""
+
+    def join(self, trainer: int, layout: str | None) -> None:
+        self._call("join", trainer, layout)
+
+    def next_order(self, trainer: int, result: Result | None) -> Order:
+        order: Order = self._call("next_order", trainer, result)
+        return order
+
+    def forward(self, trainer: int, epoch: int, batch: int, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self._call("forward", trainer, epoch, batch, inputs)
+        return outputs
+
+    def backward(self, trainer: int, output_gradient: Tensor) -> None:
+        self._call("backward", trainer, output_gradient)
+
+    def evaluate(self, trainer: int, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self._call("evaluate", trainer, inputs)
+        return outputs
+
+    def leave(self, trainer: int) -> None:
+        self._call("leave", trainer)
+
+    def fail(self, trainer: int, cause: str, exit_code: int) -> None:
+        self._call("fail", trainer, cause, exit_code)
 
 
 class InProcessLink:

@@ -8,14 +8,13 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ps.errors import PeerLost
 from ps.flat import FlatModel, Mailbox
-from ps.links.answers import answer, value
+from ps.links.answers import RemoteCalls, answer, value
 from ps.links.channel import Address, Channel, Listener, Memory, dial, works_here
 from ps.machine import available_memory_bytes
-from ps.protocol import Order, Result, Service
+from ps.protocol import Service
 
 
 def why_not(num_mailboxes: int, mailbox_bytes: int) -> str | None:
@@ -99,7 +98,7 @@ def _send_if_there(channel: Channel, message: Any) -> None:
         channel.send(message)
 
 
-class LocalLink:
+class LocalLink(RemoteCalls):
     """The server, called over the channel (see choice.Link)."""
 
     by_message = False
@@ -125,30 +124,6 @@ class LocalLink:
         for part in parts:
             part.close()
         return mailbox
-
-    def join(self, trainer: int, layout: str | None) -> None:
-        self._call("join", trainer, layout)
-
-    def next_order(self, trainer: int, result: Result | None) -> Order:
-        order: Order = self._call("next_order", trainer, result)
-        return order
-
-    def forward(self, trainer: int, epoch: int, batch: int, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self._call("forward", trainer, epoch, batch, inputs)
-        return outputs
-
-    def backward(self, trainer: int, output_gradient: Tensor) -> None:
-        self._call("backward", trainer, output_gradient)
-
-    def evaluate(self, trainer: int, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self._call("evaluate", trainer, inputs)
-        return outputs
-
-    def leave(self, trainer: int) -> None:
-        self._call("leave", trainer)
-
-    def fail(self, trainer: int, cause: str, exit_code: int) -> None:
-        self._call("fail", trainer, cause, exit_code)
 
     def close(self) -> None:
         self._channel.close()

@@ -141,8 +141,13 @@ def _connect(topology: Topology, bound_s: float) -> dist.Store:
         _wait_for_listener(address, bound_s)
         return dist.TCPStore(*address, is_master=False, **options)
     except (OSError, dist.DistNetworkError) as error:
-        reason = (str(error).splitlines() or [""])[0]
-        raise LaunchError(f"no store at {address[0]}:{address[1]}: {reason}") from None
+        where = f"{address[0]}:{address[1]}"
+        raise LaunchError(f"no store at {where}: {first_line(error)}") from None
+
+
+def first_line(error: object) -> str:
+    """Without the C++ stack that torch puts behind it."""
+    return (str(error).splitlines() or [""])[0]
 
 
 def _wait_for_listener(address: tuple[str, int], bound_s: float) -> None:

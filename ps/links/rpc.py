@@ -12,16 +12,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.futures import Future
 
 from ps.config import Config
 from ps.errors import LaunchError, PeerLost
 from ps.flat import FlatModel, Mailbox, private_mailbox
-from ps.links.answers import answer, value
-from ps.links.rendezvous import Rendezvous
+from ps.links.answers import RemoteCalls, answer, value
+from ps.links.rendezvous import Rendezvous, first_line
 from ps.log import log
-from ps.protocol import Order, Result, Service
+from ps.protocol import Service
 from ps.topology import SERVER_RANK, Topology
 
 try:
@@ -84,7 +83,7 @@ class RpcGroup:
             )
             joined, error = _within(config.start_timeout, join)
         if not joined:
-            raise LaunchError(f"RPC did not start: {_first_line(error or 'no answer in time')}")
+            raise LaunchError(f"RPC did not start: {first_line(error or 'no answer in time')}")
 
     def close(self) -> bool:
         """Leave together with all others; tells whether that worked in time.
@@ -94,7 +93,7 @@ class RpcGroup:
         """
         closed, error = _within(2 * CLOSE_BOUND_S, lambda: rpc.shutdown(timeout=CLOSE_BOUND_S))
         if not closed:
-            log.warning("RPC did not close: %s", _first_line(error or "no answer in time"))
+            log.warning("RPC did not close: %s", first_line(error or "no answer in time"))
         return closed
 
 
@@ -116,10 +115,6 @@ def _within(bound_s: float, call: Callable[[], None]) -> tuple[bool, Exception |
     thread.start()
     thread.join(bound_s)
     return not thread.is_alive() and not errors, errors[0] if errors else None
-
-
-def _first_line(error: object) -> str:
-    return (str(error).splitlines() or [""])[0]
 
 
 def _name(rank: int) -> str:
@@ -178,7 +173,7 @@ if rpc is not None and rpc.is_available():
     _answer_later = rpc.functions.async_execution(_answer_later)
 
 
-class RpcLink:
+class RpcLink(RemoteCalls):
     """The server, called over RPC (see protocol.Server)."""
 
     by_message = True
@@ -193,37 +188,13 @@ class RpcLink:
     def close(self) -> None:
         self._group.close()
 
-    def join(self, trainer: int, layout: str | None) -> None:
-        _call(_answer, "join", trainer, layout)
-
-    def next_order(self, trainer: int, result: Result | None) -> Order:
-        order: Order = _call(_answer_later, "next_order", trainer, result)
-        return order
-
-    def forward(self, trainer: int, epoch: int, batch: int, inputs: Tensor) -> Tensor:
-        outputs: Tensor = _call(_answer, "forward", trainer, epoch, batch, inputs)
-        return outputs
-
-    def backward(self, trainer: int, output_gradient: Tensor) -> None:
-        _call(_answer, "backward", trainer, output_gradient)
-
-    def evaluate(self, trainer: int, inputs: Tensor) -> Tensor:
-        outputs: Tensor = _call(_answer, "evaluate", trainer, inputs)
-        return outputs
-
-    def leave(self, trainer: int) -> None:
-        _call(_answer, "leave", trainer)
-
-    def fail(self, trainer: int, cause: str, exit_code: int) -> None:
-        _call(_answer, "fail", trainer, cause, exit_code)
-
-
-def _call(function: Callable[..., Any], method: str, *args: Any) -> Any:
-    try:
-        answered = rpc.rpc_sync(_name(SERVER_RANK), function, args=(method, *args))
-    except RuntimeError as error:
-        if "RPC ran for more than" in str(error):
-            limit = f"{rpc.get_rpc_timeout():.0f} s (--rpc-timeout)"
-            raise PeerLost(f"{method} got no answer from the server in {limit}") from None
-        raise PeerLost(f"lost the server during {method}: {_first_line(error)}") from None
-    return value(method, answered)
+    def _call(self, method: str, *args: Any) -> Any:
+        function = _answer_later if method == "next_order" else _answer
+        try:
+            answered = rpc.rpc_sync(_name(SERVER_RANK), function, args=(method, *args))
+        except RuntimeError as error:
+            if "RPC ran for more than" in str(error):
+                limit = f"{rpc.get_rpc_timeout():.0f} s (--rpc-timeout)"
+                raise PeerLost(f"{method} got no answer from the server in {limit}") from None
+            raise PeerLost(f"lost the server during {method}: {first_line(error)}") from None
+        return value(method, answered)
