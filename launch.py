@@ -36,11 +36,11 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
         machine.limit_spinning(environ)
         if topology.is_server:
             interruption.raise_once()
-            prepared = prepare(topology, config)
+            prepared = prepare(topology, config, argv)
             interruption.end_after(prepared.run_dir.discard)
             from ps.run import run_server  # late on purpose: this is what loads torch
 
-            return run_server(topology, config, prepared)
+            return run_server(topology, prepared)
         gate.wait(topology, machine.usable_cores(), ready_bound_s(config))
         from ps.run import run_trainer
 

@@ -123,10 +123,8 @@ def _serve(config: Config, parameters: int, port: int) -> None:
 class _FewOrders(Orders):
     """Does not shuffle, as that takes a minute for so many samples."""
 
-    def _open_epoch(self) -> None:
-        self._epoch += 1
+    def _shuffle(self) -> None:
         self._permutation = range(self._plan.num_train_samples)
-        self._batches.extend(range(self._plan.batches_per_epoch))
 
 
 def _push(config: Config, parameters: int, port: int, budget_s: float, results: Any) -> None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ps.errors import ConfigError
+from ps.faults import FORMS as FAULTS
+from ps.faults import Fault, parse_fault
 from ps.schedule import FORMS, schedule_factor
 
 LR = 0.03
@@ -28,7 +30,8 @@ Rank 0 is the parameter server, every other rank a trainer; with one process it 
   make train WORLD=4 ARGS="--optimizer Adam --lr 0.001"
 
 exit codes: 0 done, 1 an error in the workload, 2 bad option, plug-in or data, 3 not started as
-needed, 4 a peer was lost, 8 training failed, 130 interrupted (128 + signal)
+needed, 4 a peer was lost, 5 a peer stalled, 6 out of memory, 7 checkpoint unusable, 8 training
+failed, 9 orphaned, 130 interrupted (128 + signal)
 """
 
 
@@ -42,8 +45,13 @@ def option(
     most: float | None = None,
     choices: tuple[str, ...] = (),
     metavar: str | None = None,
+    resume: str = "inherited",
 ) -> Any:
-    """A dataclass field that is also a command-line option of the same name."""
+    """A dataclass field that is also a command-line option of the same name.
+
+    resume tells what it is in a run that goes on from another: "inherited" from there unless it
+    is typed, "fixed", which is to be the same, or "own".
+    """
     metadata = {
         "help": help,
         "group": group,
@@ -52,6 +60,7 @@ def option(
         "most": most,
         "choices": choices,
         "metavar": metavar,
+        "resume": resume,
     }
     return field(default=default, metadata=metadata)
 
@@ -66,6 +75,7 @@ class Config:
         "mnist if it is in --data-dir or can be fetched shortly, else digits",
         group="workload",
         metavar="NAME",
+        resume="fixed",
     )
     data_dir: Path = option(
         Path("data"), "folder with MNIST/raw, or where to put it", group="workload", metavar="DIR"
@@ -77,8 +87,12 @@ class Config:
         metavar="URL",
     )
     epochs: int = option(1, "passes over the training set", group="training", least=1)
-    batch_size: int = option(32, "samples that are computed at once", group="training", least=1)
-    optimizer: str = option("SGD", "any optimizer of torch.optim, by name", group="training")
+    batch_size: int = option(
+        32, "samples that are computed at once", group="training", least=1, resume="fixed"
+    )
+    optimizer: str = option(
+        "SGD", "any optimizer of torch.optim, by name", group="training", resume="fixed"
+    )
     lr: float | None = option(
         None,
         f"learning rate; without it {LR} for each batch of --batch-size in an update, so times "
@@ -99,7 +113,12 @@ class Config:
         0.0, "largest 2-norm of all gradients together, 0 for no limit", group="training", least=0
     )
     seed: int = option(
-        0, "seed of weights, order of samples, dropout", group="training", least=0, most=2**63 - 1
+        0,
+        "seed of weights, order of samples, dropout",
+        group="training",
+        least=0,
+        most=2**63 - 1,
+        resume="fixed",
     )
     compute: str = option(
         "server",
@@ -149,7 +168,12 @@ class Config:
         group="machine",
     )
     accumulate: int = option(
-        1, "batches of --batch-size in one gradient", group="training", least=1, most=2**20
+        1,
+        "batches of --batch-size in one gradient",
+        group="training",
+        least=1,
+        most=2**20,
+        resume="fixed",
     )
     num_workers: int = option(
         0,
@@ -160,18 +184,69 @@ class Config:
     )
     run_dir: Path | None = option(
         None,
-        "folder for what this run leaves, new or empty; runs/<time>-<id> without it",
+        "folder for what this run leaves, new or empty; without it that of --resume, or "
+        "runs/<time>-<id>",
         group="run",
         metavar="DIR",
+        resume="own",
     )
+    resume: str | None = option(
+        None,
+        "go on from the newest checkpoint of that run, with its options unless others are typed; "
+        "auto: of --run-dir if it has one, else of runs/latest, else as without it: anew",
+        group="run",
+        metavar="DIR|auto",
+        resume="own",
+    )
+    checkpoint_every: str = option(
+        "60s",
+        "how often to save all that training goes on from, in updates (500) or seconds (60s); "
+        "0 for only when the job ends or fails",
+        group="run",
+        metavar="UPDATES|SECONDSs",
+    )
+    keep: int = option(2, "checkpoints to keep, the newest ones", group="run", least=1)
     start_timeout: float = option(
         120.0, "seconds to wait for all ranks to arrive", group="run", least=1, most=WEEK_S
     )
     rpc_timeout: float = option(
         60.0, "seconds one call to the server may take", group="run", least=1, most=WEEK_S
     )
+    stall_timeout: float = option(
+        300.0,
+        "seconds without progress after which a trainer or the server counts as stalled; more for "
+        "a first step or an evaluation that takes longer, 0 for never, as under a debugger",
+        group="run",
+        least=0,
+        most=WEEK_S,
+    )
+    memory_limit: str = option(
+        "0",
+        "memory that all ranks together may use, such as 8GiB, where the host and its cgroup "
+        "would allow more; 0 for no limit of its own",
+        group="run",
+        metavar="SIZE",
+    )
+    on_nonfinite: str = option(
+        "stop",
+        "what to do with a loss or gradient that is not finite, which never reaches the weights: "
+        "stop the job, or skip the order and count it",
+        group="training",
+        choices=("stop", "skip"),
+    )
+    inject: tuple[str, ...] = option(
+        (),
+        f"a fault to try out, none without it; may be given several times: {FAULTS}",
+        group="run",
+        metavar="FAULT",
+        resume="own",
+    )
     log_level: str = option(
-        "info", "least severe line to print", group="run", choices=("debug", "info", "warning")
+        "info",
+        "least severe line to print",
+        group="run",
+        choices=("debug", "info", "warning"),
+        resume="own",
     )
 
     def __post_init__(self) -> None:
@@ -181,6 +256,12 @@ class Config:
         if self.staleness != "inf" and not re.fullmatch("[0-9]{1,9}", self.staleness):
             raise ConfigError(
                 f"--staleness must be inf or a whole number, 0 or more, got {self.staleness!r}"
+            )
+        _ = self.memory_limit_bytes, self.faults
+        if not re.fullmatch("[0-9]{1,9}s?", self.checkpoint_every):
+            raise ConfigError(
+                "--checkpoint-every must be a number of updates such as 500, or of seconds such "
+                f"as 60s, got {self.checkpoint_every!r}"
             )
         if self.compute == "trainer" and self.num_gpus:
             raise ConfigError(
@@ -207,6 +288,64 @@ class Config:
     def max_lag(self) -> int | None:
         """--staleness as a number of orders, None without a limit."""
         return None if self.staleness == "inf" else int(self.staleness)
+
+    @property
+    def checkpoint_updates(self) -> int | None:
+        """--checkpoint-every in updates, None if it is never or in seconds."""
+        return int(self.checkpoint_every) or None if self.checkpoint_every.isdigit() else None
+
+    @property
+    def checkpoint_interval_s(self) -> float | None:
+        """--checkpoint-every in seconds, None if it is never or in updates."""
+        every = self.checkpoint_every
+        return None if every.isdigit() else float(every.removesuffix("s")) or None
+
+    @property
+    def memory_limit_bytes(self) -> int | None:
+        """--memory-limit in bytes, None without one."""
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)(KiB|MiB|GiB|TiB|B)?", self.memory_limit)
+        if not found:
+            raise ConfigError(
+                f"--memory-limit must be a size such as 8GiB or 500MiB, got {self.memory_limit!r}"
+            )
+        power = ("B", "KiB", "MiB", "GiB", "TiB").index(found[2] or "B")
+        return int(float(found[1]) * 1024**power) or None
+
+    @property
+    def faults(self) -> tuple[Fault, ...]:
+        """--inject."""
+        return tuple(parse_fault(text) for text in self.inject)
+
+    def to_json(self, *, inherited_only: bool = False) -> dict[str, Any]:
+        """The options as JSON can hold them; inherited_only without those of one run alone."""
+        return {
+            spec.name: _plain(value)
+            for spec in fields(self)
+            for value in [getattr(self, spec.name)]
+            if not (inherited_only and spec.metadata["resume"] == "own")
+        }
+
+    @classmethod
+    def from_json(cls, options: Mapping[str, Any]) -> Config:
+        """What to_json() gave.
+
+        Raises:
+            ConfigError: there is an option that is not known here, or an impossible value.
+        """
+        kinds = {spec.name: _kind(str(spec.type)) for spec in fields(cls)}
+        if unknown := sorted(options.keys() - kinds.keys()):
+            raise ConfigError(f"{flag(unknown[0])} is not an option of this version")
+        values: dict[str, Any] = {}
+        for name, value in options.items():
+            wanted = kinds[name] if kinds[name] in (Path, tuple) else None
+            values[name] = wanted(value) if wanted and value is not None else value
+        return cls(**values)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return list(value)
+    return str(value) if isinstance(value, Path) else value
 
 
 def flag(name: str) -> str:
@@ -239,12 +378,33 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see: python launch.py --help")
 
 
-def parse_args(argv: Sequence[str]) -> Config:
+def parse_args(argv: Sequence[str], inherited: Mapping[str, Any] | None = None) -> Config:
     """Read the command line. `--help` prints and raises SystemExit(0).
 
+    inherited are the options of the run to go on from, as to_json() gave them.
+
     Raises:
-        ConfigError: an option is unknown, or its value is of the wrong kind or out of range.
+        ConfigError: an option is unknown, its value is of the wrong kind or out of range, or it
+            cannot change when a run goes on.
     """
+    typed = vars(_parser().parse_args(argv))
+    if "inject" in typed:
+        typed["inject"] = tuple(typed["inject"])
+    if inherited is None:
+        return Config(**typed)
+    base = Config.from_json(inherited)
+    for spec in fields(Config):
+        before = getattr(base, spec.name)
+        if spec.metadata["resume"] == "fixed" and typed.get(spec.name, before) != before:
+            raise ConfigError(
+                f"{flag(spec.name)} {typed[spec.name]} cannot be: the run to go on from has "
+                f"{before}; leave it away, or leave --resume away"
+            )
+    return replace(base, **typed)
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Gives what was typed, and nothing for the other options."""
     parser = _Parser(
         prog="launch.py",
         usage=USAGE,
@@ -252,6 +412,7 @@ def parse_args(argv: Sequence[str]) -> Config:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
     )
     groups: dict[str, Any] = {}
     for spec in fields(Config):
@@ -261,7 +422,7 @@ def parse_args(argv: Sequence[str]) -> Config:
         groups[group].add_argument(
             flag(spec.name), **_argument(_kind(str(spec.type)), spec.default, spec.metadata)
         )
-    return Config(**vars(parser.parse_args(argv)))
+    return parser
 
 
 def _argument(kind: type, default: Any, metadata: Any) -> dict[str, Any]:
@@ -271,20 +432,21 @@ def _argument(kind: type, default: Any, metadata: Any) -> dict[str, Any]:
         for key, word in (("least", "at least"), ("above", "above"), ("most", "at most"))
         if metadata[key] is not None
     ]
-    notes = [*([f"default: {default}"] if default is not None else []), *limits]
+    notes = [*([f"default: {default}"] if default not in (None, ()) else []), *limits]
     text += f" ({'; '.join(notes)})" if notes else ""
+    if kind is tuple:
+        return {"action": "append", "help": text, "metavar": metadata["metavar"]}
     if kind is bool:
-        return {"action": argparse.BooleanOptionalAction, "default": default, "help": text}
+        return {"action": argparse.BooleanOptionalAction, "help": text}
     choices = metadata["choices"]
     metavar = metadata["metavar"] or ("|".join(choices) if choices else _metavar(kind))
-    return {"type": _named(kind), "default": default, "help": text, "metavar": metavar}
+    return {"type": _named(kind), "help": text, "metavar": metavar}
 
 
 def _kind(annotation: str) -> type:
     """The type in an annotation such as `float | None`."""
-    return {"str": str, "int": int, "float": float, "bool": bool, "Path": Path}[
-        annotation.removesuffix(" | None")
-    ]
+    kinds = {"str": str, "int": int, "float": float, "bool": bool, "Path": Path}
+    return tuple if annotation.startswith("tuple") else kinds[annotation.removesuffix(" | None")]
 
 
 def _metavar(kind: type) -> str:

@@ -27,6 +27,12 @@ class PeerLost(PsError):
     exit_code = 4
 
 
+class CheckpointUnusable(PsError):
+    """A checkpoint is damaged, or of another job."""
+
+    exit_code = 7
+
+
 class TrainingFailed(PsError):
     """A gradient is missing or not finite. The weights are as they were before it."""
 

@@ -39,3 +39,12 @@ def replacing(path: Path) -> Iterator[Path]:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def sync_directory(path: Path) -> None:
+    """Have the names in a folder, renamed ones too, survive a crash of the host."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -43,6 +43,13 @@ def raise_once() -> None:
     _set(_raise)
 
 
+def note_once() -> None:
+    """The first signal is kept for check(), so that nothing is broken off; the second ends."""
+    global _came
+    _came = None
+    _set(_note)
+
+
 def check() -> None:
     """For loops of the main thread that may run long.
 
@@ -64,6 +71,12 @@ def _raise(number: int, frame: FrameType | None) -> None:
     ignore()
     _came = _interrupted(number)
     raise _came
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    global _came
+    end_at_once()
+    _came = _interrupted(number)
 
 
 def _interrupted(number: int) -> Interrupted:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from ps.orders import Plan
 from ps.protocol import Evaluated, Trained
@@ -116,6 +117,8 @@ class Metrics:
     def __init__(self, plan: Plan, trainers: Iterable[int]) -> None:
         self._plan = plan
         self._trainers = {trainer: _Trainer() for trainer in trainers}
+        self.total_updates = plan.total_updates
+        """As many as there will be if no trainer leaves."""
         self.updates = 0
         self.samples_trained = 0
         self.training_s = 0.0
@@ -191,7 +194,7 @@ class Metrics:
         self._since = _Since(training_s=self._training_s_until(now))
         return (
             f"epoch {since.epoch + 1}/{self._plan.epochs}  "
-            f"updates {self.updates}/{self._plan.total_updates}  "
+            f"updates {self.updates}/{self.total_updates}  "
             f"loss {since.loss_sum / since.samples:.4f}  {rate:.0f} samples/s  "
             f"staleness {since.staleness / since.orders:.2f}"
         )
@@ -222,6 +225,39 @@ class Metrics:
     def staleness(self) -> Counter[int]:
         """How many gradients had which staleness."""
         return sum((record.staleness for record in self._trainers.values()), Counter())
+
+    def state(self, now: float) -> dict[str, object]:
+        """The numbers so far, in plain values."""
+        return {
+            "updates": self.updates,
+            "samples_trained": self.samples_trained,
+            "training_s": self._training_s_until(now),
+            "history": [asdict(record) for record in self.history],
+            "losses": {epoch: list(loss) for epoch, loss in self._losses.items()},
+            "evaluation": asdict(self._evaluation),
+            "trainers": {
+                trainer: {
+                    "orders": record.orders,
+                    "samples": record.samples,
+                    "busy_s": record.busy_s,
+                    "staleness": dict(record.staleness),
+                }
+                for trainer, record in self._trainers.items()
+            },
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on counting from state(). Before the first order."""
+        self.updates = state["updates"]
+        self.samples_trained = state["samples_trained"]
+        self.training_s = state["training_s"]
+        self.history = [EpochRecord(**record) for record in state["history"]]
+        self._losses = {epoch: (loss, count) for epoch, (loss, count) in state["losses"].items()}
+        self._evaluation = Evaluation(**state["evaluation"])
+        for trainer, record in state["trainers"].items():
+            counts = Counter(record["staleness"])
+            self._trainers[trainer] = _Trainer(**record | {"staleness": counts})
+        self._since = _Since(training_s=self.training_s)
 
     def _training_s_until(self, now: float) -> float:
         return self.training_s + (now - self._busy_since if self._orders_out else 0.0)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import random
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ps.protocol import Evaluate, Evaluated, Result, Train
 
@@ -62,7 +63,10 @@ class Orders:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._batches: deque[int] = deque()
+        self._returned: deque[int] = deque()
+        """Batches that were taken and come first again."""
+        self._next = 0
+        """The first batch of the epoch that was never taken."""
         self._promised: dict[int, deque[int]] = {}
         self._slices: deque[int] = deque()
         self._handed_out: dict[int, Train | Evaluate] = {}
@@ -107,17 +111,26 @@ class Orders:
         for depth in range(1, count + 1):
             for trainer in trainers:
                 promised = self._promised.setdefault(trainer, deque())
-                if self._batches and len(promised) < depth:
-                    promised.append(self._batches.popleft())
+                if len(promised) < depth and (batch := self._first()) is not None:
+                    promised.append(batch)
         return {t: [self._batch(batch) for batch in self._promised.get(t, ())] for t in trainers}
 
     def _next_batch(self, trainer: int) -> int | None:
         if promised := self._promised.get(trainer):
             return promised.popleft()
-        if self._batches:
-            return self._batches.popleft()
+        if (batch := self._first()) is not None:
+            return batch
         longest = max(self._promised.values(), key=len, default=None)
         return longest.pop() if longest else None
+
+    def _first(self) -> int | None:
+        """The first batch that nobody holds and nobody was promised."""
+        if self._returned:
+            return self._returned.popleft()
+        if self._next < self._plan.batches_per_epoch:
+            self._next += 1
+            return self._next - 1
+        return None
 
     def _hand_out(self, trainer: int, order: Train | Evaluate) -> None:
         assert trainer not in self._handed_out, f"trainer {trainer} already holds an order"
@@ -141,19 +154,57 @@ class Orders:
 
     def leave(self, trainer: int) -> None:
         """Forget the trainer; what it held goes back to the head of the list."""
-        self._batches.extendleft(reversed(self._promised.pop(trainer, ())))
+        self._returned.extendleft(reversed(self._promised.pop(trainer, ())))
         order = self._handed_out.pop(trainer, None)
         if isinstance(order, Train):
-            self._batches.appendleft(order.batch)
+            self._returned.appendleft(order.batch)
         elif order is not None:
             self._slices.appendleft(order.slice)
+
+    def state(self) -> dict[str, Any]:
+        """What is still to be done, in plain values; what somebody holds is not done."""
+        held = self._handed_out.values()
+        taken = [order.batch for order in held if isinstance(order, Train)]
+        taken += [batch for promised in self._promised.values() for batch in promised]
+        slices = [order.slice for order in held if isinstance(order, Evaluate)]
+        return {
+            "epoch": self._epoch,
+            "evaluating": self._evaluating,
+            "next_batch": self._next,
+            "returned_batches": sorted([*taken, *self._returned]),
+            "slices": sorted([*slices, *self._slices]),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from state(), of orders of a plan with the same batches. Before the first order."""
+        self._epoch = state["epoch"]
+        self._evaluating = state["evaluating"]
+        self._next = state["next_batch"]
+        self._returned = deque(state["returned_batches"])
+        self._slices = deque(state["slices"])
+        self._shuffle()
+        self._open_next()
+
+    @property
+    def updates_left(self) -> int:
+        """Updates until all that was planned is done, if no trainer leaves."""
+        plan = self._plan
+        held = sum(isinstance(order, Train) for order in self._handed_out.values())
+        updates = -(-(self._num_batches_free + held) // plan.batches_per_update)
+        return updates + (plan.epochs - 1 - self._epoch) * plan.updates_per_epoch
+
+    @property
+    def _num_batches_free(self) -> int:
+        """Batches of this epoch that nobody holds."""
+        promised = sum(map(len, self._promised.values()))
+        return self._plan.batches_per_epoch - self._next + len(self._returned) + promised
 
     def _open_next(self) -> None:
         """Open the evaluation of an epoch once its batches are done, and then the next epoch.
 
         So the weights stand still while they are evaluated.
         """
-        if self._batches or self._slices or self._handed_out or any(self._promised.values()):
+        if self._num_batches_free or self._slices or self._handed_out:
             return
         if self._evaluating != self._epoch:
             self._evaluating = self._epoch
@@ -163,9 +214,12 @@ class Orders:
 
     def _open_epoch(self) -> None:
         self._epoch += 1
+        self._next = 0
+        self._shuffle()
+
+    def _shuffle(self) -> None:
         plan = self._plan
         self._permutation = permutation(plan.seed, self._epoch, plan.num_train_samples)
-        self._batches.extend(range(plan.batches_per_epoch))
 
     def _batch(self, batch: int) -> Train:
         start = batch * self._plan.batch_size

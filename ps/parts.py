@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from ps import machine
+from ps.checkpoint import Checkpoints, State
 from ps.compute import Compute, OnServer, OnTrainers
 from ps.config import Config
 from ps.devices import choose_devices, place
+from ps.errors import CheckpointUnusable
 from ps.flat import FlatModel
 from ps.links.choice import Link
 from ps.loading import Loader
@@ -31,19 +35,32 @@ from ps.workloads import catalogue
 class ServerParts:
     """What the server is made of."""
 
-    workload_name: str
     workload: Workload
     plan: Plan
     threads: int
     lr: float
     store: Store
+    orders: Orders
     compute: Compute
     server: ParameterServer
+    resumed_from: Path | None
+    """The checkpoint that the job goes on from."""
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds. Training stands still for as long as it takes to copy it."""
+        return {**self.server.state(), "job": _identity(self.plan)}
 
 
-def server_parts(topology: Topology, config: Config, name: str) -> ServerParts:
-    """What can be wrong with options and plug-in, and needs torch to be seen, is found here."""
-    workload = catalogue.load(name, config)
+def server_parts(
+    topology: Topology, config: Config, checkpoints: Checkpoints | None = None
+) -> ServerParts:
+    """What can be wrong with options and plug-in, and needs torch to be seen, is found here.
+
+    Raises:
+        ConfigError: as said.
+        CheckpointUnusable: there are checkpoints to go on from, and all are unusable.
+    """
+    workload = catalogue.load(config.workload, config)
     plan = Plan(
         num_train_samples=len(workload.train),
         num_test_samples=len(workload.test),
@@ -66,12 +83,23 @@ def server_parts(topology: Topology, config: Config, name: str) -> ServerParts:
         momentum=config.momentum,
         weight_decay=config.weight_decay,
     )
+    orders, metrics = Orders(plan), Metrics(plan, topology.trainers)
     store = Store(
         model,
         optimizer,
-        lr_factor=_lr_factor(config.lr_schedule, plan.total_updates),
+        lr_factor=_lr_factor(config.lr_schedule, metrics),
         clip_norm=config.clip_norm,
     )
+
+    def restore(state: State) -> None:
+        if difference := _difference(_identity(plan), state["job"]):
+            raise CheckpointUnusable(f"it is of another job: {difference}")
+        store.restore(state["store"])
+        orders.restore(state["orders"])
+        metrics.restore(state["metrics"])
+        metrics.total_updates = store.version + orders.updates_left
+
+    resumed_from = checkpoints.newest(restore) if checkpoints else None
     compute: Compute
     if config.compute == "server":
         compute = OnServer(store, topology.trainers, passes, input_device)
@@ -80,32 +108,51 @@ def server_parts(topology: Topology, config: Config, name: str) -> ServerParts:
         compute = OnTrainers(store)
     server = ParameterServer(
         store,
-        Orders(plan),
-        Metrics(plan, topology.trainers),
+        orders,
+        metrics,
         compute,
         trainers=topology.trainers,
         max_lag=config.max_lag,
         lookahead=config.num_workers and config.num_workers + 1,
     )
     return ServerParts(
-        workload_name=name,
         workload=workload,
         plan=plan,
         threads=threads,
         lr=lr,
         store=store,
+        orders=orders,
         compute=compute,
         server=server,
+        resumed_from=resumed_from,
     )
 
 
-def _lr_factor(schedule: str, total_updates: int) -> Callable[[int], float] | None:
+def _lr_factor(schedule: str, metrics: Metrics) -> Callable[[int], float] | None:
     """By the version; None where it is always 1."""
     if schedule == "constant":
         return None
     factor = schedule_factor(schedule)
-    # Rounds without a trainer that left make more updates than planned.
-    return lambda version: factor(min(version, total_updates), total_updates)
+
+    def by_version(version: int) -> float:
+        total = metrics.total_updates
+        # Rounds without a trainer that left make more updates than planned.
+        return factor(min(version, total), total)
+
+    return by_version
+
+
+def _identity(plan: Plan) -> dict[str, Any]:
+    """What two jobs must have in common for one to go on from the other's checkpoint."""
+    numbers = asdict(plan)
+    return {name: numbers[name] for name in numbers.keys() - {"epochs", "batches_per_update"}}
+
+
+def _difference(own: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    for name, value in sorted(own.items()):
+        if other.get(name) != value:
+            return f"{name} is {other.get(name)} there and {value} here"
+    return None
 
 
 def threads_of(topology: Topology, config: Config) -> int:

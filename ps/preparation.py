@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from ps.config import Config
+from ps import health, rundir
+from ps.config import Config, parse_args
+from ps.errors import ConfigError
 from ps.gate import Gate
+from ps.log import log
 from ps.rundir import RunDirectory
 from ps.topology import Topology
 from ps.workloads import catalogue
+
+AUTO = "auto"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,8 +26,12 @@ class Prepared:
     gate: Gate
     """Still closed; to be opened when nothing can be found wrong any more."""
     run_dir: RunDirectory
-    workload: str
-    """The name of the workload, resolved; its files are there."""
+    job: str | None
+    """A name that all attempts of this job have in common, and no other job has."""
+    resume_from: Path | None
+    """The run directory whose newest checkpoint to go on from."""
+    config: Config
+    """With the options of that run; the workload is resolved, and its files are there."""
 
 
 def ready_bound_s(config: Config) -> float:
@@ -28,18 +39,68 @@ def ready_bound_s(config: Config) -> float:
     return catalogue.FETCH_BOUND_S + config.start_timeout
 
 
-def prepare(topology: Topology, config: Config) -> Prepared:
-    """Make the run directory and get the data. Blocks while it fetches.
+def prepare(topology: Topology, config: Config, argv: Sequence[str] = ()) -> Prepared:
+    """Find what to go on from, make the run directory and get the data. Blocks while it fetches.
+
+    argv is what config was read from.
 
     Raises:
         ConfigError: one of them cannot be had; nothing is left behind.
+        CheckpointUnusable: the run to go on from has no options that can be read.
     """
     started_at = time.monotonic()
     gate = Gate(topology)
-    run_dir = RunDirectory.create(config.run_dir, topology.error_file)
+    job = None if topology.run_id is None else health.fingerprint_of_parent()
+    own = config.run_dir or rundir.generated(job)
+    again = topology.restart_count > 0 and job is not None and rundir.job_of(own) == job
+    source = _source(config, own, again=again)
+    if source is not None:
+        config = parse_args(argv, rundir.options_of(source))
+    in_place = source is not None and config.run_dir is None
+    if again or in_place or source == own:
+        run_dir = RunDirectory.reopen(source if in_place and source else own)
+    else:
+        run_dir = RunDirectory.create(own, topology.error_file)
     try:
-        workload = catalogue.resolve(config)
-        return Prepared(started_at=started_at, gate=gate, run_dir=run_dir, workload=workload)
+        config = replace(config, workload=catalogue.resolve(config))
     except BaseException:
         run_dir.discard()
         raise
+    return Prepared(
+        started_at=started_at,
+        gate=gate,
+        run_dir=run_dir,
+        job=job,
+        resume_from=source,
+        config=config,
+    )
+
+
+def _source(config: Config, own: Path, *, again: bool) -> Path | None:
+    """The run to go on from: of an earlier attempt of this job first, then what was asked for.
+
+    Raises:
+        ConfigError: what was asked for has no checkpoint.
+    """
+    if again and rundir.has_checkpoints(own):
+        return own
+    if config.resume is None:
+        if again:
+            log.info("there is no checkpoint yet: starting anew")
+        return None
+    if config.resume != AUTO:
+        asked = Path(config.resume).resolve()
+        if not rundir.has_checkpoints(asked):
+            raise ConfigError(
+                f"--resume {config.resume} has no checkpoints; give the run directory of an "
+                "earlier run, such as runs/latest"
+            )
+        return asked
+    candidates = [own] if config.run_dir else []
+    if own.absolute().parent == rundir.PARENT.absolute():
+        candidates.append((rundir.PARENT / rundir.LATEST).resolve())
+    for candidate in candidates:
+        if rundir.has_checkpoints(candidate) and not rundir.is_done(candidate):
+            return candidate
+    log.info("--resume auto: there is no unfinished run with a checkpoint, starting anew")
+    return None

@@ -7,13 +7,16 @@ import math
 import platform
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ps import interruption, machine
+from ps.checkpoint import Checkpointer, Checkpoints
 from ps.config import LR, Config
 from ps.errors import Interrupted, PeerLost, PsError
 from ps.files import replacing
@@ -31,35 +34,45 @@ from ps.trainer import train
 from ps.workloads import catalogue
 
 TICK_S = 1.0
+SAVE_BOUND_S = 25.0  # torchrun kills 30 s after its SIGTERM
 GOODBYE_BOUND_S = 5.0
 
 
-def run_server(topology: Topology, config: Config, prepared: Prepared) -> int:
+def run_server(topology: Topology, prepared: Prepared) -> int:
     """Be the server or, at world size 1, both. Blocks; returns the exit code.
 
     Raises:
         PsError: the job could not start; nothing is left behind.
     """
+    config, run_dir = prepared.config, prepared.run_dir
     try:
         rendezvous = None if topology.is_alone else Rendezvous(topology, config.start_timeout)
         shelf = Shelf() if rendezvous and channel.works_here() else None
         if shelf:
             shelf.open()
-        job = server_parts(topology, config, prepared.workload)
+        earlier = Checkpoints(prepared.resume_from) if prepared.resume_from else None
+        job = server_parts(topology, config, earlier)
         end = (
             choose(job.server, job.compute, topology.trainers, config.link) if rendezvous else None
         )
     except BaseException:
-        prepared.run_dir.discard()
+        run_dir.discard()
         raise
     prepared.gate.open()
+    checkpointer = Checkpointer(
+        Checkpoints(run_dir.path, config.keep), job.state, config.checkpoint_interval_s
+    )
+    job.server.after_update = _after_update(config, checkpointer)
     machine.keep_freed_memory()  # not earlier: the model's first place is given back
     try:
         interruption.raise_once()
-        prepared.run_dir.publish()
+        run_dir.write_options(config.to_json(inherited_only=True), prepared.job)
+        run_dir.publish()
         _announce_plan(job, topology, config)
+        checkpointer.start()
         try:
             if rendezvous is None or end is None:
+                interruption.note_once()
                 _train_alone(job, topology, config)
             else:
                 _serve(job, config, rendezvous, end, shelf)
@@ -70,13 +83,25 @@ def run_server(topology: Topology, config: Config, prepared: Prepared) -> int:
             job.server.stop(Outcome("failed", _explain(error, topology), cause))
         interruption.ignore()
     except Interrupted as error:
+        interruption.ignore()
         job.server.stop(Outcome("interrupted", error.exit_code, str(error)))
-    outcome = _finish(job, topology, config, prepared)
+    checkpointer.close(SAVE_BOUND_S)
+    outcome = _finish(job, topology, prepared, checkpointer.last)
     if end is not None and job.server.all_left:
         end.close()
     if outcome.rank != topology.rank:
         _await_stop()
     return outcome.exit_code
+
+
+def _after_update(config: Config, checkpointer: Checkpointer) -> Callable[[int], None]:
+    every = config.checkpoint_updates
+
+    def act(version: int) -> None:
+        if every is not None and version % every == 0:
+            checkpointer.due()
+
+    return act
 
 
 def run_trainer(topology: Topology, config: Config) -> int:
@@ -87,10 +112,11 @@ def run_trainer(topology: Topology, config: Config) -> int:
     """
     rendezvous = Rendezvous(topology, config.start_timeout)
     announced = json.loads(rendezvous.announced(ready_bound_s(config)))
-    torch.set_num_threads(threads_of(topology, config) if config.compute == "trainer" else 1)
     if announced["shelf"]:
         take_from(channel.Address(**announced["shelf"]), config.start_timeout)
-    workload = catalogue.load(announced["workload"], config)
+    config = Config.from_json(announced["config"])
+    torch.set_num_threads(threads_of(topology, config) if config.compute == "trainer" else 1)
+    workload = catalogue.load(config.workload, config)
     make = TrainerParts(config, workload)
     rendezvous.gather()
     server = connect(announced["invitation"], rendezvous, config)
@@ -123,7 +149,7 @@ def _serve(
 ) -> None:
     """Until the job has ended, one way or the other."""
     announced = {
-        "workload": job.workload_name,
+        "config": config.to_json(),
         "invitation": dict(end.invitation),
         "shelf": asdict(shelf.address) if shelf else None,
     }
@@ -151,7 +177,7 @@ def _announce_plan(job: ServerParts, topology: Topology, config: Config) -> None
     plan, num = job.plan, len(topology.trainers)
     log.info(
         "workload %s: %d epoch%s of %d updates, %d training and %d test samples",
-        job.workload_name,
+        config.workload,
         plan.epochs,
         "" if plan.epochs == 1 else "s",
         plan.updates_per_epoch,
@@ -167,12 +193,18 @@ def _announce_plan(job: ServerParts, topology: Topology, config: Config) -> None
         "" if job.threads == 1 else "s",
         machine.usable_cores(),
     )
+    if job.resumed_from is not None:
+        updates, total = job.store.version, job.store.version + job.orders.updates_left
+        log.info("going on from %s, after %d of %d updates", job.resumed_from, updates, total)
     if config.lr is None and job.lr != LR:
         log.info("learning rate %g, for so many batches in an update; --lr overrides it", job.lr)
 
 
-def _finish(job: ServerParts, topology: Topology, config: Config, prepared: Prepared) -> Outcome:
+def _finish(
+    job: ServerParts, topology: Topology, prepared: Prepared, checkpoint: Path | None
+) -> Outcome:
     """Write what the run leaves, and the last line."""
+    config = prepared.config
     outcome, numbers = job.server.result()
     duration_s = time.monotonic() - prepared.started_at
     report = {
@@ -182,8 +214,11 @@ def _finish(job: ServerParts, topology: Topology, config: Config, prepared: Prep
         "world_size": topology.world_size,
         "compute": config.compute,
         "staleness": config.staleness,
-        "workload": job.workload_name,
+        "workload": config.workload,
         "epochs": config.epochs,
+        "attempt": topology.restart_count,
+        "resumed_from": str(job.resumed_from) if job.resumed_from else None,
+        "checkpoint": str(checkpoint) if checkpoint else None,
         **numbers,
         "duration_s": duration_s,
         "threads": job.threads,

@@ -1,7 +1,8 @@
-"""The run directory: where one run leaves its report and the trained weights. No torch."""
+"""The run directory: where a run leaves its options, checkpoints, report and weights. No torch."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
@@ -9,51 +10,65 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from ps.errors import ConfigError
+from ps.errors import CheckpointUnusable, ConfigError
 from ps.files import make_directories, remove_empty, replacing
 from ps.log import log
 
 PARENT = Path("runs")
 LATEST = "latest"
+CHECKPOINTS = "checkpoints"
+OPTIONS = "config.json"
+REPORT = "report.json"
 
 
 class RunDirectory:
-    """A directory that this run alone writes to."""
+    """A directory that this process alone writes to."""
 
-    def __init__(self, path: Path, created: Sequence[Path]) -> None:
-        """created are the folders that exist only for this run, innermost first."""
+    def __init__(self, path: Path, created: Sequence[Path], lock: int | None = None) -> None:
+        """created are the folders that exist only for this run, innermost first. lock is a
+        handle, which is held as long as this object."""
         self.path = path
         self._created = created
+        self._lock = lock
 
     @classmethod
-    def create(cls, path: Path | None, error_file: str | None) -> RunDirectory:
-        """Make it; a new one is private to this user. path None gives runs/<time>-<id>.
+    def create(cls, path: Path, error_file: str | None) -> RunDirectory:
+        """Make it; a new one is private to this user.
 
         error_file tells which entry that is already there is torchrun's own log of this run.
 
         Raises:
             ConfigError: it is not empty, is no directory, or cannot be written.
         """
-        path = path or PARENT / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
         created: list[Path] = []
         try:
             created = make_directories(path, mode=0o700)
             foreign = sorted(e.name for e in path.iterdir() if not _holds(e, error_file))
-            with tempfile.TemporaryFile(dir=path):
-                pass  # it can be written
+            _try_to_write(path)
         except OSError as error:
             remove_empty(created)
-            reason = error.strerror or error
-            raise ConfigError(
-                f"--run-dir {path} cannot be used: {reason}; give one that can be written"
-            ) from None
+            raise _unusable("--run-dir", path, error) from None
         if foreign:
             raise ConfigError(
                 f"--run-dir {path} is not empty (it holds {foreign[0]}); "
-                "give a new one, or leave --run-dir away"
+                "give a new one, or leave --run-dir away; --resume goes on from an earlier run"
             )
-        return cls(path, created)
+        return cls(path, created, _lock(path))
+
+    @classmethod
+    def reopen(cls, path: Path) -> RunDirectory:
+        """Go on in that of an earlier run, or of an earlier attempt of this one.
+
+        Raises:
+            ConfigError: it cannot be written, or another run is still writing to it.
+        """
+        try:
+            _try_to_write(path)
+        except OSError as error:
+            raise _unusable("--resume", path, error) from None
+        return cls(path, (), _lock(path))
 
     def discard(self) -> None:
         """Take back what create() made: the run never started."""
@@ -72,12 +87,89 @@ class RunDirectory:
             link.unlink(missing_ok=True)
             log.warning("%s does not point to this run: %s", PARENT / LATEST, error.strerror)
 
+    def write_options(self, options: Mapping[str, object], job: str | None) -> None:
+        """Write config.json, for options_of() and job_of()."""
+        self._write(OPTIONS, {"job": job, "options": options})
+
     def write_report(self, report: Mapping[str, object]) -> Path:
         """Write report.json; a reader finds the old one or the new one, never half."""
-        path = self.path / "report.json"
+        return self._write(REPORT, report)
+
+    def _write(self, name: str, content: Mapping[str, object]) -> Path:
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may have removed it
+        path = self.path / name
         with replacing(path) as partial:
-            partial.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
+            partial.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
         return path
+
+
+def generated(job: str | None) -> Path:
+    """runs/<time>-<job>, or the one that this job has made before. job None gives a new one."""
+    if job is not None and (made := sorted(PARENT.glob(f"*-{job}"))):
+        return made[-1]
+    return PARENT / f"{time.strftime('%Y%m%d-%H%M%S')}-{job or secrets.token_hex(3)}"
+
+
+def has_checkpoints(run_dir: Path) -> bool:
+    return any((run_dir / CHECKPOINTS).glob("*.pt"))
+
+
+def options_of(run_dir: Path) -> dict[str, Any]:
+    """The options of the run that wrote there.
+
+    Raises:
+        CheckpointUnusable: they are not there, or damaged.
+    """
+    path = run_dir / OPTIONS
+    try:
+        options = json.loads(path.read_text())["options"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is damaged"
+        raise CheckpointUnusable(f"{path} cannot be read: {reason}") from None
+    if not isinstance(options, dict):
+        raise CheckpointUnusable(f"{path} cannot be read: it is damaged")
+    return options
+
+
+def job_of(run_dir: Path) -> str | None:
+    """The job that wrote there last; None if that is not known."""
+    try:
+        return json.loads((run_dir / OPTIONS).read_text())["job"]  # type: ignore[no-any-return]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def is_done(run_dir: Path) -> bool:
+    """Whether its report says that it has done all that it was to do."""
+    try:
+        return json.loads((run_dir / REPORT).read_text())["status"] == "done"  # type: ignore[no-any-return]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _try_to_write(path: Path) -> None:
+    with tempfile.TemporaryFile(dir=path):
+        pass
+
+
+def _unusable(option: str, path: Path, error: OSError) -> ConfigError:
+    reason = error.strerror or error
+    return ConfigError(f"{option} {path} cannot be used: {reason}; give one that can be written")
+
+
+def _lock(path: Path) -> int:
+    """Without a file that could be left: on the folder itself, until this process ends."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise ConfigError(
+            f"another run is writing to {path}; wait for its end, or give another --run-dir"
+        ) from None
+    except OSError:
+        log.debug("%s is on a file system without locks", path)
+    return handle
 
 
 def _holds(entry: Path, error_file: str | None) -> bool:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 from torch.futures import Future
@@ -54,6 +54,8 @@ class ParameterServer:
     ) -> None:
         """lookahead is how many orders a trainer is told in advance, for loading their data."""
         self.ended = threading.Event()
+        self.after_update: Callable[[int], None] = lambda version: None
+        """Called with each new version, under the lock."""
         self._lock = store.lock
         self._compute = compute
         self._store = store  # under _lock, as all that follow
@@ -79,6 +81,21 @@ class ParameterServer:
         with self._lock:
             assert self._outcome is not None
             return self._outcome, self._metrics.report(time.monotonic())
+
+    def state(self) -> dict[str, dict[str, Any]]:
+        """A copy of all that a job goes on from: what was applied is in it, and nothing else.
+
+        Training stands still for as long as it takes.
+
+        Raises:
+            TrainingFailed: see Store.state.
+        """
+        with self._lock:
+            return {
+                "store": self._store.state(),
+                "orders": self._orders.state(),
+                "metrics": self._metrics.state(time.monotonic()),
+            }
 
     def join(self, trainer: int, layout: str | None) -> None:
         """See protocol.Calls."""
@@ -191,6 +208,7 @@ class ParameterServer:
         self._store.apply(gradients)
         self._store.take_buffers(members[0][1][1].buffers)
         self._metrics.updated()
+        self.after_update(self._store.version)
         evaluating = self._orders.evaluating
         for trainer, (result, contribution) in members:
             self._metrics.trained(trainer, result, version - contribution.version)

@@ -7,13 +7,14 @@ import copy
 import difflib
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ps.errors import ConfigError, TrainingFailed
+from ps.errors import CheckpointUnusable, ConfigError, TrainingFailed
 from ps.flat import FlatModel
 
 
@@ -72,6 +73,7 @@ class Store:
         self._base_lrs = [group["lr"] for group in optimizer.param_groups]
         self._lr_factor = lr_factor
         self._clip_norm = clip_norm
+        self._whole = True
 
     def check(
         self, gradients: Sequence[Tensor | None], blocks: Sequence[Tensor] | None = None
@@ -108,8 +110,10 @@ class Store:
             self._clip([gradient for gradient in gradients if gradient is not None])
         if self._lr_factor is not None:
             self._set_lr(self._lr_factor(self.version))
+        self._whole = False  # for as long as some weights are of this update and others are not
         with torch.no_grad():
             self._step(self._optimizer)
+        self._whole = True
         for parameter in self._parameters:
             parameter.grad = None
         if self.untrained:
@@ -164,6 +168,36 @@ class Store:
         start = self._buffer.data_ptr()
         alone = {_place(v): _alone(v, memory, v.data_ptr() - start) for v in state.values()}
         return {name: alone[_place(value)] for name, value in state.items()}  # tied stay tied
+
+    def state(self) -> dict[str, Any]:
+        """A copy of all that training goes on from, on the CPU, in tensors and plain values.
+
+        Raises:
+            TrainingFailed: an update was broken off, and the weights are of no version.
+        """
+        if not self._whole:
+            raise TrainingFailed(f"update {self.version + 1} was broken off in the optimizer")
+        copies: dict[tuple[object, ...], Tensor] = {}
+        return {
+            "version": self.version,
+            "untrained": sorted(self.untrained),
+            "model": _copy(self._model.state_dict(), copies),
+            "optimizer": _copy(self._optimizer.state_dict()["state"], copies),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from state(), with the learning rate and the like that this store was made with.
+
+        Raises:
+            CheckpointUnusable: it is of another model; nothing was changed.
+        """
+        if difference := _difference(self._model.state_dict(), state["model"]):
+            raise CheckpointUnusable(f"it is of another model: {difference}")
+        self._model.load_state_dict(state["model"])
+        groups = self._optimizer.state_dict()["param_groups"]
+        self._optimizer.load_state_dict({"state": state["optimizer"], "param_groups": groups})
+        self.version = state["version"]
+        self.untrained = set(state["untrained"]) & set(self.names)
 
     def _clip(self, gradients: Sequence[Tensor]) -> None:
         norm = torch.nn.utils.get_total_norm(gradients)
@@ -243,6 +277,35 @@ def make_optimizer(
     except (ValueError, RuntimeError) as error:
         raise ConfigError(f"--optimizer {name}: {error}") from None
     return optimizer
+
+
+def _copy(value: Any, copies: dict[tuple[object, ...], Tensor]) -> Any:
+    """A deep copy of dictionaries and lists, on the CPU; tied tensors stay tied."""
+    if isinstance(value, Tensor):
+        place = _place(value)
+        if place not in copies:
+            copies[place] = value.detach().to("cpu", copy=True)
+        return copies[place]
+    if isinstance(value, dict):
+        return {key: _copy(item, copies) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_copy(item, copies) for item in value)
+    return value
+
+
+def _difference(own: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    """What makes two models' states differ, but for the values."""
+    for name in [*own, *other]:
+        kinds = [_kind(state[name]) if name in state else "nothing" for state in (own, other)]
+        if kinds[0] != kinds[1]:
+            return f"{name} is {kinds[1]} there and {kinds[0]} here"
+    return None
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:

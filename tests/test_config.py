@@ -42,6 +42,10 @@ BEYOND_LIMIT = [
     ("--rpc-timeout", "0.5", "must be 1 or more, got 0.5"),
     ("--start-timeout", "604801", "must be 604800 or less, got 604801.0"),
     ("--rpc-timeout", "604801", "must be 604800 or less, got 604801.0"),
+    ("--keep", "0", "must be 1 or more, got 0"),
+    ("--stall-timeout", "-1", "must be 0 or more, got -1.0"),
+    ("--stall-timeout", "604801", "must be 604800 or less, got 604801.0"),
+    ("--on-nonfinite", "ignore", "must be stop or skip, got 'ignore'"),
     ("--log-level", "loud", "must be debug or info or warning, got 'loud'"),
 ]
 AT_LIMIT = [
@@ -64,10 +68,12 @@ AT_LIMIT = [
     ("--num-workers", "256", 256),
     ("--start-timeout", "1", 1.0),
     ("--rpc-timeout", "1", 1.0),
+    ("--keep", "1", 1),
+    ("--stall-timeout", "0", 0.0),
 ]
 WHOLE_NUMBERS = [
     *("--epochs", "--batch-size", "--seed", "--num-gpus", "--threads"),
-    *("--accumulate", "--num-workers"),
+    *("--accumulate", "--num-workers", "--keep"),
 ]
 NUMBERS = [
     "--lr",
@@ -76,6 +82,7 @@ NUMBERS = [
     "--clip-norm",
     "--start-timeout",
     "--rpc-timeout",
+    "--stall-timeout",
 ]
 
 
@@ -178,7 +185,7 @@ def test_help_shows_the_default_of_every_option(
         re.MULTILINE,
     )
     assert line is not None, f"{flag(name)} is not in --help"
-    if default is None:
+    if default in (None, ()):
         assert "without it" in line[1] or "without either flag" in line[1]
     else:
         assert line[1].endswith(f"({shown})")

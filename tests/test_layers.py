@@ -14,10 +14,12 @@ from benchmarks.jobs import ROOT
 # A module may import only from lines above its own.
 LAYERS = [
     ("ps.errors", "ps.files"),
-    ("ps.log", "ps.schedule", "ps.topology", "ps.machine", "ps.flat", "ps.pacing"),
+    ("ps.faults",),
+    ("ps.log", "ps.schedule", "ps.topology", "ps.machine", "ps.flat", "ps.pacing", "ps.health"),
     ("ps.interruption", "ps.config", "ps.protocol", "ps.gate", "ps.links.channel"),
     ("ps.orders", "ps.randomness", "ps.devices", "ps.store", "ps.workload", "ps.rundir"),
     ("ps.metrics", "ps.passes", "ps.workloads.mnist_files", "ps.workloads.images"),
+    ("ps.checkpoint",),
     ("ps.compute", "ps.loading", "ps.workloads.mnist", "ps.workloads.digits"),
     ("ps.server", "ps.step", "ps.workloads.catalogue"),
     ("ps.links.answers", "ps.links.rendezvous", "ps.links.shelf"),
@@ -30,6 +32,8 @@ LAYERS = [
 DOORS = {
     "torch.distributed": {"ps.links.rendezvous", "ps.links.rpc"},
     "torch.optim": {"ps.store"},
+    "psutil": {"ps.health"},
+    "fcntl": {"ps.rundir"},
     "torchvision": {"ps.workloads.mnist_files"},
     "argparse": {"ps.config"},
     "signal": {"ps.interruption"},
@@ -45,6 +49,7 @@ DOORS = {
 NO_TORCH = {
     *("launch", "ps.errors", "ps.files", "ps.log", "ps.schedule", "ps.topology", "ps.machine"),
     *("ps.config", "ps.gate", "ps.interruption", "ps.rundir", "ps.preparation", "ps.pacing"),
+    *("ps.health", "ps.faults"),
     *("ps.workloads.mnist_files", "ps.workloads.catalogue"),
 }
 FOLDERS = ("ps/links/", "ps/workloads/")

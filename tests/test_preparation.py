@@ -22,7 +22,7 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_run_directory_is_made_and_the_workload_is_named() -> None:
     prepared = prepare(ALONE, Config(workload="digits", run_dir=Path("a/run")))
-    assert (prepared.run_dir.path, prepared.workload) == (Path("a/run"), "digits")
+    assert (prepared.run_dir.path, prepared.config.workload) == (Path("a/run"), "digits")
     assert Path("a/run").is_dir()
 
 

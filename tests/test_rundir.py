@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ps.errors import ConfigError
-from ps.rundir import RunDirectory
+from ps.rundir import RunDirectory, generated
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,10 @@ def test_a_new_one_is_made_with_its_parents_private_and_empty() -> None:
 
 
 def test_without_a_path_it_lies_in_runs_under_time_and_id() -> None:
-    first, second = RunDirectory.create(None, None), RunDirectory.create(None, None)
+    first, second = (
+        RunDirectory.create(generated(None), None),
+        RunDirectory.create(generated(None), None),
+    )
     for run_dir in (first, second):
         assert re.fullmatch(r"runs/\d{8}-\d{6}-[0-9a-f]{6}", str(run_dir.path))
         assert stat.S_IMODE(run_dir.path.stat().st_mode) == 0o700
@@ -61,7 +64,8 @@ def test_a_folder_that_is_not_empty_is_refused_with_an_entry_by_name() -> None:
     Path("run/report.json").write_text("of another run")
     Path("run/zebra").touch()
     assert refused(Path("run")) == (
-        "--run-dir run is not empty (it holds report.json); give a new one, or leave --run-dir away"
+        "--run-dir run is not empty (it holds report.json); give a new one, or leave "
+        "--run-dir away; --resume goes on from an earlier run"
     )
     assert names_in("run") == ["report.json", "zebra"]
     assert Path("run/report.json").read_text() == "of another run"
@@ -171,7 +175,7 @@ def test_discarding_keeps_a_folder_that_was_there() -> None:
 
 
 def test_discarding_the_first_run_takes_back_runs_too() -> None:
-    RunDirectory.create(None, None).discard()
+    RunDirectory.create(generated(None), None).discard()
     assert names_in(".") == []
 
 
@@ -184,7 +188,7 @@ def test_discarding_keeps_what_has_been_written() -> None:
 
 def test_publishing_points_latest_to_the_newest_of_runs() -> None:
     for _ in range(2):
-        run_dir = RunDirectory.create(None, None)
+        run_dir = RunDirectory.create(generated(None), None)
         run_dir.publish()
         assert os.readlink("runs/latest") == run_dir.path.name
     assert len(names_in("runs")) == 3

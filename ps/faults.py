@@ -1,0 +1,39 @@
+"""Faults to try out: what --inject says, and which are due. Pure: no torch, no clock.
+
+What a fault then does to a process is in ps/injection.py.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ps.errors import ConfigError
+
+FORMS = (
+    "kill|stop|raise|nan|deadlock|exit0:RANK@UPDATE, slow:RANKxFACTOR, or leak:RANK@MIB_PER_S; "
+    "at the first order after that update, and in the first attempt alone"
+)
+AT_UPDATE = ("kill", "stop", "raise", "nan", "deadlock", "exit0")
+_PATTERN = re.compile(rf"({'|'.join(AT_UPDATE)}|leak):(\d+)@(\d+)|(slow):(\d+)x(\d+(?:\.\d+)?)")
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    kind: str
+    rank: int
+    amount: float
+    """The update to wait for; MiB per second of a leak; how many times slower."""
+
+
+def parse_fault(text: str) -> Fault:
+    """Read one as typed.
+
+    Raises:
+        ConfigError: it is none of the forms.
+    """
+    found = _PATTERN.fullmatch(text.replace(" ", ""))
+    if not found:
+        raise ConfigError(f"--inject must be {FORMS}; got {text!r}")
+    kind, rank, amount = (part for part in found.groups() if part is not None)
+    return Fault(kind, int(rank), float(amount))
