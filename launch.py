@@ -19,6 +19,7 @@ from ps.config import parse_args
 from ps.errors import Interrupted, PsError
 from ps.preparation import prepare, ready_bound_s
 from ps.topology import Topology
+from ps.watch import Watch
 
 HOLD_S = 10.0
 RPC_THREAD = "rpc"
@@ -34,17 +35,22 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
         topology = Topology.from_environ(environ, argv)
         log.configure(topology.role, topology.rank, config.log_level)
         machine.limit_spinning(environ)
+        watch = Watch()
         if topology.is_server:
             interruption.raise_once()
             prepared = prepare(topology, config, argv)
             interruption.end_after(prepared.run_dir.discard)
+            watch.end_orphaned_after(prepared.run_dir.discard)
+            watch.start()
             from ps.run import run_server  # late on purpose: this is what loads torch
 
-            return run_server(topology, prepared)
+            return run_server(topology, prepared, watch)
+        watch.take_signals(interruption.by_handle())
+        watch.start()
         gate.wait(topology, machine.usable_cores(), ready_bound_s(config))
         from ps.run import run_trainer
 
-        return run_trainer(topology, config)
+        return run_trainer(topology, config, watch)
     except PsError as error:
         if rank != "0" and "TORCHELASTIC_RUN_ID" in environ:
             # Rank 0 sees the same, or is the cause: torchrun names the rank that exits first.

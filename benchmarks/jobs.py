@@ -73,14 +73,18 @@ class Job:
         world_size: int = 3,
         env: dict[str, str] | None = None,
         program: str = "launch.py",
+        restarts: int = 0,
     ) -> None:
-        """A program other than launch.py gets the args alone, without --run-dir."""
+        """restarts is how often torchrun starts all ranks again after a failure.
+
+        A program other than launch.py gets the args alone, without --run-dir."""
         self.run_dir = folder / "run"
         options = ["--run-dir", str(self.run_dir)] if program == "launch.py" else []
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
             *("--local-addr=127.0.0.1", f"--nproc_per_node={world_size}"),
-            *(f"--log-dir={self.run_dir / 'torchrun'}", program, *options, *args),
+            *(f"--max-restarts={restarts}", f"--log-dir={self.run_dir / 'torchrun'}"),
+            *(program, *options, *args),
         ]
         environment = (
             os.environ

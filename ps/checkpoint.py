@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -20,11 +19,10 @@ import torch
 from ps.errors import CheckpointUnusable
 from ps.files import sync_directory
 from ps.log import log
-from ps.rundir import CHECKPOINTS
+from ps.rundir import CHECKPOINTS, checkpoints_in, sequence_of
 
 FORMAT = 1
 DIGEST_LENGTH = 16
-NAME = re.compile(rf"(\d+)-update-(\d+)-([0-9a-f]{{{DIGEST_LENGTH}}})\.pt")
 PARTIAL = ".checkpoint.partial"
 READ_BYTES = 1 << 20
 
@@ -36,15 +34,12 @@ class Checkpoints:
 
     def __init__(self, run_dir: Path, keep: int = 1) -> None:
         self.folder = run_dir / CHECKPOINTS
+        self._run_dir = run_dir
         self._keep = keep
 
     def paths(self) -> list[Path]:
-        """All that are there, oldest first; what is in them was not looked at."""
-        try:
-            found = [path for path in self.folder.iterdir() if NAME.fullmatch(path.name)]
-        except OSError:
-            return []
-        return sorted(found, key=_sequence)
+        """See rundir.checkpoints_in."""
+        return checkpoints_in(self._run_dir)
 
     def write(self, state: State, version: int) -> Path:
         """Write a new one, then remove those beyond `keep`. Blocks until it is on the disk.
@@ -61,7 +56,7 @@ class Checkpoints:
                 file.flush()
                 os.fsync(file.fileno())
             older = self.paths()
-            sequence = _sequence(older[-1]) + 1 if older else 1
+            sequence = sequence_of(older[-1]) + 1 if older else 1
             path = self.folder / f"{sequence:06}-update-{version}-{hashing.digest}.pt"
             os.replace(partial, path)
             sync_directory(self.folder)
@@ -154,24 +149,25 @@ class Checkpointer:
         """Save the state as it is now, if it is not; tells if that is done within bound_s."""
         self._closing = True
         self._wake.set()
-        self._thread.join(bound_s)
+        if self._thread.is_alive():  # the job may have ended before start()
+            self._thread.join(bound_s)
         return not self._thread.is_alive() and not self._failing
 
     def _run(self) -> None:
-        while not self._closing:
+        closing = False
+        while not closing:
             self._wake.wait(self._interval_s)
             self._wake.clear()
+            closing = self._closing  # before the save: it has all that came until this was set
             self._save()
-        self._save()  # closing may have been said while the last one was written
 
     def _save(self) -> None:
         try:
             state = self._state()
             mark = (state["store"]["version"], state["orders"])
-            if mark == self._saved:
-                return
-            self.last = self._checkpoints.write(state, state["store"]["version"])
-            self._saved = mark
+            if mark != self._saved:
+                self.last = self._checkpoints.write(state, state["store"]["version"])
+                self._saved = mark
         except Exception as error:  # whatever it is, training goes on
             if not self._failing:
                 log.warning("no checkpoint could be saved, training goes on without: %s", error)
@@ -213,7 +209,3 @@ def _save(state: State, file: _Hashing) -> None:
         if file.error is not None:
             raise file.error from None
         raise
-
-
-def _sequence(path: Path) -> int:
-    return int(path.name.split("-", 1)[0])

@@ -105,7 +105,7 @@ class OnServer:
         """Trainers have no model."""
 
     def hand_out(self, trainer: int, order: Train | Evaluate) -> Train | Evaluate:
-        return order
+        return replace(order, weights=Weights(self._store.version))
 
     def open_evaluation(self) -> None:
         self._store.refresh(self._evaluation)

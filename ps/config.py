@@ -303,7 +303,9 @@ class Config:
     @property
     def memory_limit_bytes(self) -> int | None:
         """--memory-limit in bytes, None without one."""
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)(KiB|MiB|GiB|TiB|B)?", self.memory_limit)
+        found = re.fullmatch(
+            r"([0-9]{1,15}(?:\.[0-9]{1,15})?)(KiB|MiB|GiB|TiB|B)?", self.memory_limit
+        )
         if not found:
             raise ConfigError(
                 f"--memory-limit must be a size such as 8GiB or 500MiB, got {self.memory_limit!r}"
@@ -332,14 +334,20 @@ class Config:
         Raises:
             ConfigError: there is an option that is not known here, or an impossible value.
         """
-        kinds = {spec.name: _kind(str(spec.type)) for spec in fields(cls)}
-        if unknown := sorted(options.keys() - kinds.keys()):
+        types = {spec.name: str(spec.type) for spec in fields(cls)}
+        if unknown := sorted(options.keys() - types.keys()):
             raise ConfigError(f"{flag(unknown[0])} is not an option of this version")
-        values: dict[str, Any] = {}
-        for name, value in options.items():
-            wanted = kinds[name] if kinds[name] in (Path, tuple) else None
-            values[name] = wanted(value) if wanted and value is not None else value
-        return cls(**values)
+        return cls(**{name: _from_plain(types[name], name, options[name]) for name in options})
+
+
+def _from_plain(annotation: str, name: str, value: Any) -> Any:
+    if value is None and annotation.endswith("| None"):
+        return None
+    kind = _kind(annotation)
+    in_json: Any = {Path: str, tuple: list, float: (float, int)}.get(kind, kind)
+    if not isinstance(value, in_json) or (isinstance(value, bool) and kind is not bool):
+        raise ConfigError(f"{flag(name)} cannot be {value!r}")
+    return kind(value)
 
 
 def _plain(value: Any) -> Any:
@@ -393,6 +401,8 @@ def parse_args(argv: Sequence[str], inherited: Mapping[str, Any] | None = None) 
     if inherited is None:
         return Config(**typed)
     base = Config.from_json(inherited)
+    if typed.get("workload") == "auto":
+        del typed["workload"]  # what it stands for was settled there
     for spec in fields(Config):
         before = getattr(base, spec.name)
         if spec.metadata["resume"] == "fixed" and typed.get(spec.name, before) != before:

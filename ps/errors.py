@@ -27,6 +27,18 @@ class PeerLost(PsError):
     exit_code = 4
 
 
+class Stalled(PsError):
+    """A process makes no progress any more."""
+
+    exit_code = 5
+
+
+class OutOfMemory(PsError):
+    """The job is about to use more memory than it may."""
+
+    exit_code = 6
+
+
 class CheckpointUnusable(PsError):
     """A checkpoint is damaged, or of another job."""
 
@@ -37,6 +49,12 @@ class TrainingFailed(PsError):
     """A gradient is missing or not finite. The weights are as they were before it."""
 
     exit_code = 8
+
+
+class Orphaned(PsError):
+    """torchrun, the parent of all ranks, is gone."""
+
+    exit_code = 9
 
 
 class Interrupted(BaseException):

@@ -1,15 +1,209 @@
-"""What psutil sees of the processes of a job, and what is wrong with it."""
+"""What is wrong with the processes of a job. Pure: judges readings, progress and the time.
+
+So every case can be tried without a process being in it.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
 
-import psutil
+from ps.errors import Orphaned, OutOfMemory, PeerLost, Stalled
+from ps.processes import STOPPED, UNINTERRUPTIBLE, Reading
+from ps.topology import SERVER_RANK
+
+WARN_FRACTION = 0.10
+CALM_FRACTION = 0.15
+STOP_FRACTION = 0.03
+BUSY_CORES = 0.1
 
 
-def fingerprint_of_parent() -> str:
-    """Six hexadecimal digits that tell this process's parent from any other process."""
-    parent = psutil.Process(os.getppid())
-    text = f"{parent.pid}-{parent.create_time()}"
-    return hashlib.sha256(text.encode()).hexdigest()[:6]
+class Doing(Enum):
+    """Whose turn it is, between the server and one trainer."""
+
+    WORKING = "works on an order"
+    SERVED = "is served by the server"
+    WAITING = "waits for an order"
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    doing: Doing
+    since: float
+    """Seconds of the monotonic clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Of all ranks together and of what they may use, in bytes."""
+
+    used: int
+    free: int
+
+    @property
+    def limit(self) -> int:
+        return self.used + self.free
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that is wrong with a rank, and ends the job; or a warning, with exit_code 0."""
+
+    rank: int
+    text: str
+    exit_code: int = 0
+    is_gone: bool = False
+    is_quiet: bool = False
+    """It ended as if all were well."""
+    is_halted: bool = False
+    """It cannot run."""
+    wants_stacks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """One look at all ranks, and what the next one needs to know of this."""
+
+    at: float
+    readings: Mapping[int, Reading]
+    memory: Memory | None = None
+    halted_since: Mapping[int, float] = field(default_factory=dict)
+    """Ranks that cannot run, and when that was first seen."""
+    marks: Mapping[int, tuple[Progress, float, float]] = field(default_factory=dict)
+    """By rank, its progress, and when that was first seen with which CPU time."""
+    warned: bool = False
+    """Whether memory is short, and that was said."""
+
+
+def judge(
+    before: Look | None,
+    now: Look,
+    progress: Mapping[int, Progress],
+    stall_timeout_s: float | None,
+) -> tuple[Look, Sequence[Finding]]:
+    """The look to keep, and what is wrong, the worst first. Pure."""
+    look = replace(
+        now, halted_since=_halted_since(before, now), marks=_marks(before, now, progress)
+    )
+    findings = [*_gone(look), *_stalled(look, progress, stall_timeout_s)]
+    pressure = _short_of_memory(before, look)
+    if pressure is not None:
+        findings.append(pressure)
+    return replace(look, warned=_is_warned(before, look)), findings
+
+
+def _halted_since(before: Look | None, now: Look) -> dict[int, float]:
+    earlier = before.halted_since if before else {}
+    return {
+        rank: earlier.get(rank, now.at)
+        for rank, reading in now.readings.items()
+        if reading.state in STOPPED or reading.state == UNINTERRUPTIBLE
+    }
+
+
+def _marks(
+    before: Look | None, now: Look, progress: Mapping[int, Progress]
+) -> dict[int, tuple[Progress, float, float]]:
+    earlier = before.marks if before else {}
+    marks = {}
+    for rank, made in progress.items():
+        cpu_s = now.readings[rank].cpu_s if rank in now.readings else None
+        mark = earlier.get(rank)
+        if mark is not None and mark[0] == made:
+            marks[rank] = mark
+        elif cpu_s is not None:
+            marks[rank] = (made, now.at, cpu_s)
+    return marks
+
+
+def _gone(look: Look) -> list[Finding]:
+    """Those first that were not told to end."""
+    gone = [(rank, r) for rank, r in look.readings.items() if not r.is_alive]
+    gone.sort(key=lambda item: item[1].was_told_to_end)
+    return [loss_of(rank, reading) for rank, reading in gone]
+
+
+def loss_of(rank: int, reading: Reading) -> Finding:
+    """That this process has ended. The exit code is its own where that tells more."""
+    told = (OutOfMemory.exit_code, Orphaned.exit_code)
+    code = reading.exit_code if reading.exit_code in told else PeerLost.exit_code
+    return Finding(rank, reading.ended, code, is_gone=True, is_quiet=reading.exit_code == 0)
+
+
+def _stalled(
+    look: Look, progress: Mapping[int, Progress], timeout_s: float | None
+) -> list[Finding]:
+    if timeout_s is None:
+        return []
+    findings = []
+    for rank, since in look.halted_since.items():
+        if look.at - since >= timeout_s:
+            state = STOPPED.get(look.readings[rank].state, "in uninterruptible sleep")
+            text = f"it has been {state} for {look.at - since:.0f} s"
+            findings.append(Finding(rank, text, Stalled.exit_code, is_halted=True))
+    for rank, made in progress.items():
+        for_s = look.at - made.since
+        if for_s < timeout_s or made.doing is Doing.WAITING or rank in look.halted_since:
+            continue
+        text = f"no progress for {for_s:.0f} s (--stall-timeout); {_cpu_use(look, rank)}"
+        if made.doing is Doing.SERVED:  # then the server has not answered
+            text = f"a call of trainer rank {rank} has made {text}"
+            findings.append(Finding(SERVER_RANK, text, Stalled.exit_code, wants_stacks=True))
+        else:
+            text = f"it has made {text}"
+            findings.append(Finding(rank, text, Stalled.exit_code, wants_stacks=True))
+    return findings
+
+
+def _cpu_use(look: Look, rank: int) -> str:
+    mark, reading = look.marks.get(rank), look.readings.get(rank)
+    if mark is None or reading is None or reading.cpu_s is None or look.at <= mark[1]:
+        return "its use of the CPU is not known"
+    cores = (reading.cpu_s - mark[2]) / (look.at - mark[1])
+    if cores < BUSY_CORES:
+        return f"it used {cores:.2f} of a core meanwhile, so it waits for something: a deadlock?"
+    return f"it used {cores:.2f} of a core meanwhile: a slow step, or a loop without end?"
+
+
+def _short_of_memory(before: Look | None, look: Look) -> Finding | None:
+    """Stops while there is still room for twice as much as came since the last look."""
+    memory = look.memory
+    if memory is None or memory.limit <= 0:
+        return None
+    last = before.memory if before and before.memory else memory
+    growth = max(0, memory.used - last.used)
+    if memory.free >= WARN_FRACTION * memory.limit:
+        return None
+    rank = _largest(before, look)
+    private = look.readings[rank].private_bytes or 0
+    text = (
+        f"the job uses {_mib(memory.used)} of {_mib(memory.limit)} MiB, "
+        f"{_mib(private)} of them here"
+    )
+    if memory.free < max(STOP_FRACTION * memory.limit, 2 * growth):
+        return Finding(rank, text, OutOfMemory.exit_code)
+    return None if before and before.warned else Finding(rank, text)
+
+
+def _is_warned(before: Look | None, look: Look) -> bool:
+    if look.memory is None:
+        return bool(before and before.warned)
+    limit = CALM_FRACTION if before and before.warned else WARN_FRACTION
+    return look.memory.free < limit * look.memory.limit
+
+
+def _largest(before: Look | None, look: Look) -> int:
+    """Who grew most since the last look, or holds most."""
+
+    def size(rank: int) -> tuple[int, int]:
+        held = look.readings[rank].private_bytes or 0
+        earlier = before.readings.get(rank) if before else None
+        grew = held - (earlier.private_bytes or 0) if earlier else 0
+        return (grew >> 22, held)  # growth below 4 MiB is no sign of anything
+
+    return max(look.readings, key=size)
+
+
+def _mib(count: int) -> int:
+    return count >> 20

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 from ps.errors import Interrupted
 from ps.log import log
@@ -17,6 +18,7 @@ _came: Interrupted | None = None
 
 def end_at_once() -> None:
     """Nothing needs putting in order: end without a traceback, also inside C++."""
+    signal.set_wakeup_fd(-1)
     _set(signal.SIG_DFL)
 
 
@@ -50,6 +52,24 @@ def note_once() -> None:
     _set(_note)
 
 
+def by_handle() -> int:
+    """Signals do nothing by themselves: each can be read, as a byte, from the handle returned.
+
+    So a thread takes them, also while the main thread is inside C++.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    os.set_blocking(writer, False)
+    _set(lambda number, frame: None)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    return reader
+
+
+def show_stacks_to(file: TextIO) -> None:
+    """On SIGUSR1, write the stacks of all threads there, also of one that holds the GIL."""
+    faulthandler.register(signal.SIGUSR1, file, all_threads=True)
+
+
 def check() -> None:
     """For loops of the main thread that may run long.
 
@@ -62,14 +82,19 @@ def check() -> None:
 
 
 def ignore() -> None:
-    """What is being written now is written to its end."""
-    _set(signal.SIG_IGN)
+    """What is being written now is written to its end; came() tells if a signal came."""
+    _set(_remember)
+
+
+def came() -> bool:
+    """Whether a signal has come since raise_once() or note_once()."""
+    return _came is not None
 
 
 def _raise(number: int, frame: FrameType | None) -> None:
     global _came
-    ignore()
     _came = _interrupted(number)
+    ignore()
     raise _came
 
 
@@ -77,6 +102,11 @@ def _note(number: int, frame: FrameType | None) -> None:
     global _came
     end_at_once()
     _came = _interrupted(number)
+
+
+def _remember(number: int, frame: FrameType | None) -> None:
+    global _came
+    _came = _came or _interrupted(number)
 
 
 def _interrupted(number: int) -> Interrupted:

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 import torch
 from torch import Tensor
 
-from ps import machine
+from ps import interruption, machine
 from ps.links.channel import decode, encode
 from ps.passes import Passes
 from ps.protocol import Train
@@ -88,6 +88,7 @@ _worker: tuple[Samples, int] | None = None
 
 def _become_worker(samples: Samples, seed: int, parent: int) -> None:
     global _worker
+    interruption.end_at_once()
     machine.end_with_parent(parent)
     torch.set_num_threads(1)
     _worker = (samples, seed)

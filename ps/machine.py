@@ -64,6 +64,15 @@ def available_memory_bytes(cgroup: Path = CGROUP, meminfo: Path = Path("/proc/me
     return max(0, min(available))
 
 
+def shared_memory_bytes(status: Path = Path("/proc/self/status")) -> int:
+    """Of this process, resident: the server's is what all ranks of a job share. Linux only."""
+    try:
+        found = re.search(r"^RssShmem:\s+(\d+) kB$", status.read_text(), re.M)
+    except OSError:
+        return 0
+    return int(found[1]) * 1024 if found else 0
+
+
 def _cached_bytes(stat: Path) -> int:
     try:
         found = re.search(r"^inactive_file (\d+)$", stat.read_text(), re.M)
@@ -109,6 +118,12 @@ def keep_freed_memory() -> None:
         mallopt(_M_MMAP_THRESHOLD, _OLD_GLIBC_LIMIT_BYTES)
     mallopt(_M_TRIM_THRESHOLD, _KEEP_BYTES)
     mallopt(_M_ARENA_MAX, 1)
+
+
+def hold_gil() -> None:
+    """Never returns, and lets no other thread run Python code. Signals' default actions work."""
+    while True:
+        ctypes.PyDLL(None).pause()
 
 
 def end_with_parent(parent: int) -> None:

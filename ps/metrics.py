@@ -12,9 +12,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ps.orders import Plan
-from ps.protocol import Evaluated, Trained
+from ps.protocol import Evaluated, Train, Trained
 
 PROGRESS_INTERVAL_S = 1.0
+MAX_NAMED = 10
 
 
 @dataclass(slots=True)
@@ -121,6 +122,9 @@ class Metrics:
         """As many as there will be if no trainer leaves."""
         self.updates = 0
         self.samples_trained = 0
+        self.orders_skipped = 0
+        self.samples_skipped = 0
+        self._skipped: list[dict[str, object]] = []
         self.training_s = 0.0
         """Time in which at least one training order was out: what the rate is over."""
         self.history: list[EpochRecord] = []
@@ -163,6 +167,22 @@ class Metrics:
         before, samples = self._losses.get(result.epoch, (0.0, 0))
         self._losses[result.epoch] = (before + loss_sum, samples + result.samples)
         self._since.add(result.epoch, result.samples, loss_sum, staleness)
+
+    def skipped(self, trainer: int, order: Train, version: int, cause: str) -> str | None:
+        """A gradient was left out; gives a line for the first ones."""
+        self.samples_skipped += len(order.indices)
+        self.orders_skipped += 1
+        if self.orders_skipped > MAX_NAMED:
+            return None
+        where = {"epoch": order.epoch + 1, "batch": order.batch, "trainer": trainer}
+        self._skipped.append(
+            {**where, "version": version, "samples": list(order.indices), "cause": cause}
+        )
+        last = "; further ones are only counted" if self.orders_skipped == MAX_NAMED else ""
+        return (
+            f"skipped epoch {order.epoch + 1}, batch {order.batch} of trainer rank {trainer}: "
+            f"{cause}{last}"
+        )
 
     def evaluated(self, result: Evaluated) -> str | None:
         """A slice was evaluated; gives a line when it completes the epoch's evaluation."""
@@ -213,6 +233,9 @@ class Metrics:
             "updates": self.updates,
             "samples_trained": self.samples_trained,
             "samples_per_s": self.samples_trained / training_s if training_s > 0 else None,
+            "orders_skipped": self.orders_skipped,
+            "samples_skipped": self.samples_skipped,
+            "skipped": self._skipped,
             "train_loss": losses[-1] if losses else None,
             "test_loss": last.test_loss if last else None,
             "test_accuracy": last.test_accuracy if last else None,
@@ -231,6 +254,9 @@ class Metrics:
         return {
             "updates": self.updates,
             "samples_trained": self.samples_trained,
+            "orders_skipped": self.orders_skipped,
+            "samples_skipped": self.samples_skipped,
+            "skipped": list(self._skipped),
             "training_s": self._training_s_until(now),
             "history": [asdict(record) for record in self.history],
             "losses": {epoch: list(loss) for epoch, loss in self._losses.items()},
@@ -250,6 +276,9 @@ class Metrics:
         """Go on counting from state(). Before the first order."""
         self.updates = state["updates"]
         self.samples_trained = state["samples_trained"]
+        self.orders_skipped = state["orders_skipped"]
+        self.samples_skipped = state["samples_skipped"]
+        self._skipped = list(state["skipped"])
         self.training_s = state["training_s"]
         self.history = [EpochRecord(**record) for record in state["history"]]
         self._losses = {epoch: (loss, count) for epoch, (loss, count) in state["losses"].items()}

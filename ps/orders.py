@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ps.errors import ConfigError
 from ps.protocol import Evaluate, Evaluated, Result, Train
 
 
@@ -176,7 +177,17 @@ class Orders:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from state(), of orders of a plan with the same batches. Before the first order."""
+        """Go on from state(), of orders of a plan with the same batches. Before the first order.
+
+        Raises:
+            ConfigError: more epochs were begun than are planned; nothing was changed.
+        """
+        begun = state["epoch"] + (state["next_batch"] > 0)
+        if begun > self._plan.epochs:
+            raise ConfigError(
+                f"--epochs {self._plan.epochs} cannot be: the run to go on from has begun epoch "
+                f"{begun}; type {begun} or more, or leave it away"
+            )
         self._epoch = state["epoch"]
         self._evaluating = state["evaluating"]
         self._next = state["next_batch"]

@@ -17,6 +17,7 @@ from ps.config import Config
 from ps.devices import choose_devices, place
 from ps.errors import CheckpointUnusable
 from ps.flat import FlatModel
+from ps.injection import Injection
 from ps.links.choice import Link
 from ps.loading import Loader
 from ps.metrics import Metrics
@@ -114,6 +115,7 @@ def server_parts(
         trainers=topology.trainers,
         max_lag=config.max_lag,
         lookahead=config.num_workers and config.num_workers + 1,
+        skip_nonfinite=config.on_nonfinite == "skip",
     )
     return ServerParts(
         workload=workload,
@@ -165,8 +167,9 @@ def threads_of(topology: Topology, config: Config) -> int:
 class TrainerParts:
     """What a trainer is made of, but for the way to the server."""
 
-    def __init__(self, config: Config, workload: Workload) -> None:
-        self._workload = workload
+    def __init__(self, config: Config, workload: Workload, injection: Injection) -> None:
+        self._injection = injection
+        self._workload = injection.workload(workload) if injection else workload
         self._passes = Passes.of(config, workload)
         self.loader = Loader(workload.train, self._passes, config.num_workers)
         self._model: nn.Module | None = None
@@ -175,6 +178,10 @@ class TrainerParts:
 
     def worker(self, trainer: int, server: Link) -> Worker:
         """Joins the server."""
+        worker = self._worker(trainer, server)
+        return self._injection.worker(worker) if self._injection else worker
+
+    def _worker(self, trainer: int, server: Link) -> Worker:
         if self._model is None:
             server.join(trainer, None)
             return ServerSideWorker(trainer, server, self._workload, self._passes, self.loader)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ps import health, rundir
+from ps import doctor, processes, rundir
 from ps.config import Config, parse_args
 from ps.errors import ConfigError
 from ps.gate import Gate
@@ -40,28 +41,36 @@ def ready_bound_s(config: Config) -> float:
 
 
 def prepare(topology: Topology, config: Config, argv: Sequence[str] = ()) -> Prepared:
-    """Find what to go on from, make the run directory and get the data. Blocks while it fetches.
+    """Look at the machine, find what to go on from, make the run directory and get the data.
+
+    Blocks while it fetches.
 
     argv is what config was read from.
 
     Raises:
+        LaunchError: no job can run on this machine as it is.
         ConfigError: one of them cannot be had; nothing is left behind.
         CheckpointUnusable: the run to go on from has no options that can be read.
     """
     started_at = time.monotonic()
     gate = Gate(topology)
-    job = None if topology.run_id is None else health.fingerprint_of_parent()
+    job = (
+        None
+        if topology.run_id is None
+        else processes.fingerprint(processes.Identity.of(os.getppid()))
+    )
     own = config.run_dir or rundir.generated(job)
     again = topology.restart_count > 0 and job is not None and rundir.job_of(own) == job
     source = _source(config, own, again=again)
     if source is not None:
         config = parse_args(argv, rundir.options_of(source))
     in_place = source is not None and config.run_dir is None
-    if again or in_place or source == own:
+    if again or in_place or (source is not None and source.resolve() == own.resolve()):
         run_dir = RunDirectory.reopen(source if in_place and source else own)
     else:
         run_dir = RunDirectory.create(own, topology.error_file)
     try:
+        doctor.require(doctor.cheap_checks(config, topology.world_size))
         config = replace(config, workload=catalogue.resolve(config))
     except BaseException:
         run_dir.discard()

@@ -12,9 +12,10 @@ from torch.futures import Future
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weights:
-    """What a trainer that computes itself works with: the weights, and their version.
+    """The newest weights when an order is handed out.
 
-    values is None where the server has written them into the trainer's mailbox.
+    values are for a trainer that computes itself, and None where the server has written them into
+    its mailbox.
     """
 
     version: int
@@ -144,6 +145,9 @@ class Service(Calls, Protocol):
 
     def lost(self, trainer: int, how: str) -> None:
         """A trainer is gone. Does nothing if it has left, or has told why."""
+
+    def broke(self, cause: str, exit_code: int) -> None:
+        """The server's own code raised while it answered. The job ends."""
 
 
 class Server(Calls, Protocol):

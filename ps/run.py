@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
-import platform
+import os
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -15,11 +15,18 @@ from typing import Any
 
 import torch
 
-from ps import interruption, machine
+from ps import injection, interruption, machine, rundir
 from ps.checkpoint import Checkpointer, Checkpoints
 from ps.config import LR, Config
-from ps.errors import Interrupted, PeerLost, PsError
-from ps.files import replacing
+from ps.ending import Ending, describe, report_without_server
+from ps.errors import (
+    Interrupted,
+    Orphaned,
+    PeerLost,
+    PsError,
+)
+from ps.health import Finding
+from ps.injection import Injection
 from ps.links import channel
 from ps.links.answers import InProcessLink
 from ps.links.choice import ServerEnd, choose, connect
@@ -28,17 +35,21 @@ from ps.links.shelf import Shelf, take_from
 from ps.log import log
 from ps.parts import ServerParts, TrainerParts, server_parts, threads_of
 from ps.preparation import Prepared, ready_bound_s
+from ps.processes import Identity, Peer
 from ps.server import Outcome, ParameterServer
-from ps.topology import Topology
+from ps.topology import SERVER_RANK, Topology
 from ps.trainer import train
+from ps.watch import GIL_GRACE_S, TrainerSide, Watch, leave, stacks_path
 from ps.workloads import catalogue
 
 TICK_S = 1.0
-SAVE_BOUND_S = 25.0  # torchrun kills 30 s after its SIGTERM
 GOODBYE_BOUND_S = 5.0
+ORPHAN_BOUND_S = 4.0
+HOLD_S = 10.0
+SPEAK_INTERVAL_S = 0.05
 
 
-def run_server(topology: Topology, prepared: Prepared) -> int:
+def run_server(topology: Topology, prepared: Prepared, watch: Watch) -> int:
     """Be the server or, at world size 1, both. Blocks; returns the exit code.
 
     Raises:
@@ -52,6 +63,7 @@ def run_server(topology: Topology, prepared: Prepared) -> int:
             shelf.open()
         earlier = Checkpoints(prepared.resume_from) if prepared.resume_from else None
         job = server_parts(topology, config, earlier)
+        injection.check(config.faults, topology)
         end = (
             choose(job.server, job.compute, topology.trainers, config.link) if rendezvous else None
         )
@@ -59,23 +71,20 @@ def run_server(topology: Topology, prepared: Prepared) -> int:
         run_dir.discard()
         raise
     prepared.gate.open()
-    checkpointer = Checkpointer(
-        Checkpoints(run_dir.path, config.keep), job.state, config.checkpoint_interval_s
-    )
-    job.server.after_update = _after_update(config, checkpointer)
+    ending = Ending(job, topology, prepared)
+    job.server.after_update = _after_update(topology, config, ending.checkpointer)
+    watch.on_orphaned = lambda: _end_orphaned(job.server)
     machine.keep_freed_memory()  # not earlier: the model's first place is given back
     try:
         interruption.raise_once()
-        run_dir.write_options(config.to_json(inherited_only=True), prepared.job)
-        run_dir.publish()
+        ending.begin()
         _announce_plan(job, topology, config)
-        checkpointer.start()
         try:
             if rendezvous is None or end is None:
                 interruption.note_once()
-                _train_alone(job, topology, config)
+                _train_alone(job, topology, config, ending, watch)
             else:
-                _serve(job, config, rendezvous, end, shelf)
+                _serve(job, config, rendezvous, end, shelf, ending, watch)
         except PsError as error:
             job.server.stop(Outcome("failed", error.exit_code, str(error)))
         except (Exception, SystemExit) as error:
@@ -84,27 +93,42 @@ def run_server(topology: Topology, prepared: Prepared) -> int:
         interruption.ignore()
     except Interrupted as error:
         interruption.ignore()
+        if loss := ending.side and ending.side.lost_before():
+            job.server.found(loss)
         job.server.stop(Outcome("interrupted", error.exit_code, str(error)))
-    checkpointer.close(SAVE_BOUND_S)
-    outcome = _finish(job, topology, prepared, checkpointer.last)
+    watch.close()
+    outcome = ending.finish()
     if end is not None and job.server.all_left:
         end.close()
-    if outcome.rank != topology.rank:
+    if outcome.rank_ends:
         _await_stop()
     return outcome.exit_code
 
 
-def _after_update(config: Config, checkpointer: Checkpointer) -> Callable[[int], None]:
+def _after_update(
+    topology: Topology, config: Config, checkpointer: Checkpointer
+) -> Callable[[int], None]:
     every = config.checkpoint_updates
+    # At world size 1 faults happen to the trainer.
+    faults = Injection(() if topology.is_alone else config.faults, topology)
 
     def act(version: int) -> None:
         if every is not None and version % every == 0:
             checkpointer.due()
+        faults.at_update(version)
 
     return act
 
 
-def run_trainer(topology: Topology, config: Config) -> int:
+def _end_orphaned(server: ParameterServer) -> None:
+    """The main thread saves and ends; if it is stuck, this thread ends the process."""
+    server.abandon_all()
+    server.stop(Outcome("failed", Orphaned.exit_code, "torchrun, the parent of all ranks, is gone"))
+    time.sleep(ORPHAN_BOUND_S)
+    leave(Orphaned.exit_code)
+
+
+def run_trainer(topology: Topology, config: Config, watch: Watch) -> int:
     """Be a trainer. Blocks; returns the exit code.
 
     Raises:
@@ -117,17 +141,21 @@ def run_trainer(topology: Topology, config: Config) -> int:
     config = Config.from_json(announced["config"])
     torch.set_num_threads(threads_of(topology, config) if config.compute == "trainer" else 1)
     workload = catalogue.load(config.workload, config)
-    make = TrainerParts(config, workload)
-    rendezvous.gather()
+    make = TrainerParts(config, workload, Injection(config.faults, topology))
+    watch_stacks(watch, Path(announced["run_dir"]), topology.rank, config)
+    me = Identity.of(os.getpid())
+    rendezvous.gather(json.dumps(asdict(me)))
+    _watch_server(topology, config, Path(announced["run_dir"]), rendezvous, watch)
     server = connect(announced["invitation"], rendezvous, config)
     code = 0
     try:
         worker = make.worker(topology.rank, server)
         machine.keep_freed_memory()  # not earlier: the model's first place is given back
-        train(topology.rank, server, worker)
+        train(topology.rank, server, worker, at_end=watch.close)
     except PeerLost:
         raise
     except (Exception, SystemExit) as error:
+        watch.close()
         code = _explain(error, topology)
         with suppress(Exception):
             server.fail(topology.rank, _in_one_line(error), code)
@@ -136,25 +164,93 @@ def run_trainer(topology: Topology, config: Config) -> int:
     return code
 
 
-def _train_alone(job: ServerParts, topology: Topology, config: Config) -> None:
+def _watch_server(
+    topology: Topology, config: Config, run_dir: Path, rendezvous: Rendezvous, watch: Watch
+) -> None:
+    """Leave when the server has ended without saying so, or stalls."""
+    server = Peer(Identity(**json.loads(rendezvous.card_of(SERVER_RANK))))
+
+    def found(finding: Finding, facts: Mapping[str, Any]) -> None:
+        cause = describe(finding)
+        if finding.rank == SERVER_RANK:
+            time.sleep(SPEAK_INTERVAL_S * ((topology.rank - 1) % 10))  # the first one writes
+            if report_without_server(run_dir, finding, cause, facts):
+                log.error("failed: %s; see %s", cause, run_dir / rundir.REPORT)
+        else:
+            log.error("%s", cause)
+        # A server that has ended by itself is the root cause; torchrun stops this rank soon.
+        watch.end_later(finding.exit_code, HOLD_S if finding.is_gone else 0.0)
+
+    side = TrainerSide(
+        server,
+        Peer(Identity.of(os.getpid())),
+        topology.rank,
+        found,
+        stall_timeout_s=config.stall_timeout or None,
+        memory_limit_bytes=config.memory_limit_bytes,
+    )
+    watch.on_signal = lambda number: _end_by_signal(watch, number)
+    watch.look_with(side.look, [server])
+
+
+def _end_by_signal(watch: Watch, number: int) -> None:
+    watch.look_now()  # torchrun sends one when the server has ended: then that is to be told
+    leave(128 + number)
+
+
+def watch_stacks(watch: Watch, run_dir: Path, rank: int, config: Config) -> None:
+    """Where this process's stacks are written, when it is asked for them or cannot go on."""
+    try:
+        file = stacks_path(run_dir, rank).open("a")
+    except OSError as error:
+        log.debug("no stacks will be written: %s", error.strerror)
+        return
+    interruption.show_stacks_to(file)
+    if config.stall_timeout:
+        watch.guard(file, config.stall_timeout + GIL_GRACE_S)
+
+
+def _train_alone(
+    job: ServerParts, topology: Topology, config: Config, ending: Ending, watch: Watch
+) -> None:
     """World size 1: the one process is server and trainer."""
+    me = Peer(Identity.of(os.getpid()))
+    ending.watch_ranks({topology.rank: me}, watch)
+    threading.Thread(target=_end_if_stuck, args=(job.server, ending), daemon=True).start()
     server = InProcessLink(job.server, job.compute, topology.rank)
-    make = TrainerParts(config, job.workload)
+    make = TrainerParts(config, job.workload, Injection(config.faults, topology))
     train(topology.rank, server, make.worker(topology.rank, server))
     make.loader.close()
 
 
+def _end_if_stuck(server: ParameterServer, ending: Ending) -> None:
+    """World size 1: nothing else could end a main thread that makes no progress."""
+    server.ended.wait()
+    time.sleep(GOODBYE_BOUND_S)
+    leave(ending.finish().exit_code)
+
+
 def _serve(
-    job: ServerParts, config: Config, rendezvous: Rendezvous, end: ServerEnd, shelf: Shelf | None
+    job: ServerParts,
+    config: Config,
+    rendezvous: Rendezvous,
+    end: ServerEnd,
+    shelf: Shelf | None,
+    ending: Ending,
+    watch: Watch,
 ) -> None:
     """Until the job has ended, one way or the other."""
     announced = {
         "config": config.to_json(),
         "invitation": dict(end.invitation),
         "shelf": asdict(shelf.address) if shelf else None,
+        "run_dir": str(ending.run_dir.path.absolute()),
     }
     rendezvous.announce(json.dumps(announced))
-    rendezvous.gather()
+    rendezvous.gather(json.dumps(asdict(Identity.of(os.getpid()))))
+    world = range(rendezvous.topology.world_size)
+    cards = {rank: json.loads(rendezvous.card_of(rank)) for rank in world}
+    ending.watch_ranks({rank: Peer(Identity(**card)) for rank, card in cards.items()}, watch)
     end.open(rendezvous, config)
     _wait_until_ended(job.server, config.rpc_timeout)
 
@@ -200,67 +296,14 @@ def _announce_plan(job: ServerParts, topology: Topology, config: Config) -> None
         log.info("learning rate %g, for so many batches in an update; --lr overrides it", job.lr)
 
 
-def _finish(
-    job: ServerParts, topology: Topology, prepared: Prepared, checkpoint: Path | None
-) -> Outcome:
-    """Write what the run leaves, and the last line."""
-    config = prepared.config
-    outcome, numbers = job.server.result()
-    duration_s = time.monotonic() - prepared.started_at
-    report = {
-        "status": outcome.status,
-        "exit_code": outcome.exit_code,
-        "cause": outcome.cause,
-        "world_size": topology.world_size,
-        "compute": config.compute,
-        "staleness": config.staleness,
-        "workload": config.workload,
-        "epochs": config.epochs,
-        "attempt": topology.restart_count,
-        "resumed_from": str(job.resumed_from) if job.resumed_from else None,
-        "checkpoint": str(checkpoint) if checkpoint else None,
-        **numbers,
-        "duration_s": duration_s,
-        "threads": job.threads,
-        "lr": job.lr,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-    run_dir = prepared.run_dir
-    if outcome.status == "done":
-        with replacing(run_dir.path / "model.pt") as partial:
-            torch.save(job.store.state_dict(), partial)
-    path = run_dir.write_report(_finite(report))
-    if outcome.status == "done":
-        log.info(
-            "done: %d updates, %d samples in %.1f s (%.0f samples/s), test accuracy %.4f; see %s",
-            numbers["updates"],
-            numbers["samples_trained"],
-            duration_s,
-            numbers["samples_per_s"],
-            numbers["test_accuracy"],
-            path,
-        )
-    else:
-        log.error("%s: %s; see %s", outcome.status, outcome.cause, path)
-    return outcome
-
-
-def _finite(value: Any) -> Any:
-    """The value as JSON can hold it: without NaN and infinity, at any depth."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def _in_one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _await_stop() -> None:
     """torchrun names the rank that exits first as the root cause: let that be the one."""
+    if interruption.came():  # torchrun has seen it end, and waits for this rank
+        return
     interruption.end_at_once()
     time.sleep(GOODBYE_BOUND_S)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import secrets
 import tempfile
 import time
@@ -19,6 +20,7 @@ from ps.log import log
 PARENT = Path("runs")
 LATEST = "latest"
 CHECKPOINTS = "checkpoints"
+CHECKPOINT_NAME = re.compile(r"[0-9]+-update-[0-9]+-[0-9a-f]{16}\.pt")
 OPTIONS = "config.json"
 REPORT = "report.json"
 
@@ -88,7 +90,9 @@ class RunDirectory:
             log.warning("%s does not point to this run: %s", PARENT / LATEST, error.strerror)
 
     def write_options(self, options: Mapping[str, object], job: str | None) -> None:
-        """Write config.json, for options_of() and job_of()."""
+        """Write config.json, for options_of() and job_of(). The run is not done, or no more."""
+        if is_done(self.path):
+            (self.path / REPORT).unlink()
         self._write(OPTIONS, {"job": job, "options": options})
 
     def write_report(self, report: Mapping[str, object]) -> Path:
@@ -110,8 +114,22 @@ def generated(job: str | None) -> Path:
     return PARENT / f"{time.strftime('%Y%m%d-%H%M%S')}-{job or secrets.token_hex(3)}"
 
 
+def checkpoints_in(run_dir: Path) -> list[Path]:
+    """All that are there, oldest first; what is in them was not looked at."""
+    try:
+        entries = list((run_dir / CHECKPOINTS).iterdir())
+    except OSError:
+        return []
+    return sorted((e for e in entries if CHECKPOINT_NAME.fullmatch(e.name)), key=sequence_of)
+
+
 def has_checkpoints(run_dir: Path) -> bool:
-    return any((run_dir / CHECKPOINTS).glob("*.pt"))
+    return bool(checkpoints_in(run_dir))
+
+
+def sequence_of(checkpoint: Path) -> int:
+    """The number in its name: a newer one has a higher one."""
+    return int(checkpoint.name.split("-", 1)[0])
 
 
 def options_of(run_dir: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -13,6 +14,7 @@ from torch.futures import Future
 
 from ps.compute import Compute, Contribution, OnServer
 from ps.errors import PeerLost, TrainingFailed
+from ps.health import Doing, Finding, Progress
 from ps.log import log
 from ps.metrics import Metrics
 from ps.orders import Orders
@@ -24,6 +26,13 @@ from ps.topology import SERVER_RANK
 Answer = tuple[Future[Order], Order]
 
 
+def _facts(order: Train | Evaluate) -> dict[str, object]:
+    """For the report: what is needed to do the order alone."""
+    if isinstance(order, Evaluate):
+        return {"epoch": order.epoch + 1, "slice": order.slice}
+    return {"epoch": order.epoch + 1, "batch": order.batch, "samples": list(order.indices)}
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """How the job ended. cause is None when it is done."""
@@ -32,7 +41,9 @@ class Outcome:
     exit_code: int = 0
     cause: str | None = None
     rank: int = SERVER_RANK
-    """Who holds the cause, and so exits first."""
+    """Who holds the cause."""
+    rank_ends: bool = False
+    """Whether that rank fails by itself, so that torchrun names it if this one waits."""
 
 
 class ParameterServer:
@@ -51,11 +62,17 @@ class ParameterServer:
         trainers: Iterable[int],
         max_lag: int | None = None,
         lookahead: int = 0,
+        skip_nonfinite: bool = False,
     ) -> None:
-        """lookahead is how many orders a trainer is told in advance, for loading their data."""
+        """lookahead is how many orders a trainer is told in advance, for loading their data.
+
+        skip_nonfinite: what is not finite leaves its order out, instead of ending the job.
+        """
         self.ended = threading.Event()
         self.after_update: Callable[[int], None] = lambda version: None
         """Called with each new version, under the lock."""
+        self.explain: Callable[[int], Finding | None] = lambda trainer: None
+        """Why a trainer's connection has closed, if that is known. May block for a moment."""
         self._lock = store.lock
         self._compute = compute
         self._store = store  # under _lock, as all that follow
@@ -66,15 +83,32 @@ class ParameterServer:
         self._round: dict[int, tuple[Trained, Contribution]] = {}
         self._waiting: dict[int, tuple[float, Future[Order]]] = {}
         self._outcome: Outcome | None = None
+        self._situation: dict[str, object] = {}
+        self._consequences: list[str] = []
+        self._abandoned: set[int] = set()
+        """Trainers that are not waited for."""
         self._lookahead = lookahead
+        self._skip_nonfinite = skip_nonfinite
+        self._evaluated = (orders.evaluating, store.version)
+        """The newest epoch whose evaluation was opened, and the version it ended with."""
+        self._progress: dict[int, Progress] = {}  # each written by its trainer's calls alone
 
     @property
     def all_left(self) -> bool:
-        return not self._present
+        """Whether all have said goodbye, and none was lost."""
+        return not self._present and not self._abandoned
 
     @property
     def outcome(self) -> Outcome | None:
         return self._outcome
+
+    def progress(self) -> dict[int, Progress]:
+        """See watch.Watched."""
+        return {t: made for t, made in dict(self._progress).items() if t in self._present}
+
+    def circumstances(self) -> dict[str, object]:
+        """What the rank with the cause was doing, and what went wrong later, in plain values."""
+        return {**self._situation, "consequences": list(self._consequences)}
 
     def result(self) -> tuple[Outcome, dict[str, object]]:
         """How the job ended, and its numbers as report.json holds them. Only once it has."""
@@ -100,12 +134,14 @@ class ParameterServer:
     def join(self, trainer: int, layout: str | None) -> None:
         """See protocol.Calls."""
         self._compute.check_layout(trainer, layout)
+        self._does(trainer, Doing.WORKING)
 
     def next_order(self, trainer: int, result: Result | None) -> Future[Order]:
         """Take the finished order in; the future gives the next one.
 
         What is left of backward runs here, in the caller's thread, beside that of others.
         """
+        self._does(trainer, Doing.SERVED)
         reply: Future[Order] = Future()
         lines: list[str | None] = []
         contribution = self._contribution(trainer, result) if isinstance(result, Trained) else None
@@ -114,6 +150,7 @@ class ParameterServer:
             if result is not None and self._outcome is None:
                 lines.append(self._take(trainer, result, contribution, now))
                 lines.append(self._metrics.progress(now))
+            self._does(trainer, Doing.WAITING, now)
             self._waiting[trainer] = (now, reply)
             answers = self._answers(now)
         self._send(answers, lines)
@@ -121,15 +158,23 @@ class ParameterServer:
 
     def forward(self, trainer: int, epoch: int, batch: int, inputs: Tensor) -> Tensor:
         """See protocol.Calls. Runs in the caller's thread, beside those of other trainers."""
-        return self._on_server.forward(trainer, epoch, batch, inputs)
+        self._does(trainer, Doing.SERVED)
+        outputs = self._on_server.forward(trainer, epoch, batch, inputs)
+        self._does(trainer, Doing.WORKING)
+        return outputs
 
     def backward(self, trainer: int, output_gradient: Tensor) -> None:
         """See protocol.Calls. As forward."""
+        self._does(trainer, Doing.SERVED)
         self._on_server.backward(trainer, output_gradient)
+        self._does(trainer, Doing.WORKING)
 
     def evaluate(self, trainer: int, inputs: Tensor) -> Tensor:
         """See protocol.Calls. The weights stay as they are while an evaluation is open."""
-        return self._on_server.evaluate(trainer, inputs)
+        self._does(trainer, Doing.SERVED)
+        outputs = self._on_server.evaluate(trainer, inputs)
+        self._does(trainer, Doing.WORKING)
+        return outputs
 
     def leave(self, trainer: int) -> None:
         """See protocol.Calls."""
@@ -138,20 +183,49 @@ class ParameterServer:
     def fail(self, trainer: int, cause: str, exit_code: int) -> None:
         """See protocol.Calls. The others are told to leave when they ask for their next order."""
         cause = f"trainer rank {trainer}: {cause}"
-        self._depart(trainer, Outcome("failed", exit_code, cause, rank=trainer))
+        self._depart(trainer, Outcome("failed", exit_code, cause, trainer, rank_ends=True))
+
+    def broke(self, cause: str, exit_code: int) -> None:
+        """See protocol.Service."""
+        self.stop(Outcome("failed", exit_code, f"server rank {SERVER_RANK}: {cause}"))
 
     def lost(self, trainer: int, how: str) -> None:
-        """A trainer is gone. Does nothing if it has left, or has told why."""
+        """See protocol.Service."""
+        if trainer in self._present:
+            self.found(
+                self.explain(trainer) or Finding(trainer, how, PeerLost.exit_code, is_gone=True)
+            )
+
+    def found(self, finding: Finding) -> None:
+        """See watch.Watched."""
+        rank, text = finding.rank, finding.text
+        who = f"{'server' if rank == SERVER_RANK else 'trainer'} rank {rank}"
+        if not finding.exit_code:
+            log.warning("%s: %s", who, text)
+        elif finding.is_gone:
+            if rank in self._present:  # else it has left, or has told why
+                cause = f"lost {who}: {text}"
+                seen = not finding.is_quiet
+                outcome = Outcome("failed", finding.exit_code, cause, rank, rank_ends=seen)
+                self._abandon({rank})
+                self._depart(rank, outcome)
+        else:
+            self._abandon({rank})
+            self.stop(Outcome("failed", finding.exit_code, f"{who}: {text}", rank))
+
+    def abandon_all(self) -> None:
+        """Wait for no trainer when the job ends."""
+        self._abandon(self._present)
+
+    def _abandon(self, ranks: Iterable[int]) -> None:
         with self._lock:
-            gone = trainer not in self._present
-        if not gone:
-            cause = f"lost trainer rank {trainer}: {how}"
-            self._depart(trainer, Outcome("failed", PeerLost.exit_code, cause, rank=trainer))
+            self._abandoned.update(ranks)
 
     def stop(self, outcome: Outcome) -> None:
         """End the job, unless it has ended; nothing more is applied, and trainers are sent home."""
         with self._lock:
             self._end(outcome)
+            self._see_if_over()
             answers = self._answers(time.monotonic())
         self._send(answers)
 
@@ -172,50 +246,76 @@ class ParameterServer:
         assert isinstance(self._compute, OnServer), "the trainers compute"
         return self._compute
 
-    def _contribution(self, trainer: int, result: Trained) -> Contribution | None:
-        """None where it must not reach the weights, which ends the job."""
+    def _contribution(self, trainer: int, result: Trained) -> Contribution | TrainingFailed:
+        """An error where it must not reach the weights."""
         contribution = self._compute.contribution(trainer, result)
         try:
+            if not math.isfinite(result.loss):
+                raise TrainingFailed(f"the loss is {result.loss}")
             self._store.check(contribution.gradients, contribution.blocks)
         except TrainingFailed as error:
-            where = f"trainer rank {trainer}, epoch {result.epoch + 1}, batch {result.batch}"
-            self.stop(Outcome("failed", error.exit_code, f"{where}: {error}"))
-            return None
+            return error
         return contribution
 
     def _take(
-        self, trainer: int, result: Result, contribution: Contribution | None, now: float
+        self,
+        trainer: int,
+        result: Result,
+        contribution: Contribution | TrainingFailed | None,
+        now: float,
     ) -> str | None:
         self._orders.check(trainer, result)
         if isinstance(result, Evaluated):
             self._orders.finish(trainer, result)
             return self._metrics.evaluated(result)
         assert contribution is not None
-        self._round[trainer] = (result, contribution)
+        if isinstance(contribution, TrainingFailed) and not self._skip_nonfinite:
+            where = f"trainer rank {trainer}, epoch {result.epoch + 1}, batch {result.batch}"
+            self._end(
+                Outcome("failed", contribution.exit_code, f"{where}: {contribution}", trainer)
+            )
+            return None
         self._pacing.finish(trainer)
         self._metrics.handed_in(trainer, now)
+        if isinstance(contribution, TrainingFailed):
+            self._skip(trainer, result, str(contribution))
+        else:
+            self._round[trainer] = (result, contribution)
         self._apply()
         return None
 
+    def _skip(self, trainer: int, result: Trained, cause: str) -> None:
+        order = self._orders.held_by(trainer)
+        assert isinstance(order, Train)
+        line = self._metrics.skipped(trainer, order, self._store.version, cause)
+        self._orders.finish(trainer, result)
+        if line:
+            log.warning("%s", line)
+
     def _apply(self) -> None:
         """Make an update of what was handed in, unless more is still to come for it."""
-        if not self._round or self._pacing.round_is_open:
-            return
-        members = sorted(self._round.items())
-        self._round = {}
-        gradients = mean_gradients([(c.gradients, r.samples) for _, (r, c) in members])
-        version = self._store.version
-        self._store.apply(gradients)
-        self._store.take_buffers(members[0][1][1].buffers)
-        self._metrics.updated()
-        self.after_update(self._store.version)
-        evaluating = self._orders.evaluating
-        for trainer, (result, contribution) in members:
-            self._metrics.trained(trainer, result, version - contribution.version)
-            self._orders.finish(trainer, result)
-        if self._orders.evaluating != evaluating:
-            self._compute.open_evaluation()
-            self._warn_of_untrained()
+        if self._round and not self._pacing.round_is_open:
+            members = sorted(self._round.items())
+            self._round = {}
+            gradients = mean_gradients([(c.gradients, r.samples) for _, (r, c) in members])
+            version = self._store.version
+            self._store.apply(gradients)
+            self._store.take_buffers(members[0][1][1].buffers)
+            self._metrics.updated()
+            for trainer, (result, contribution) in members:
+                self._metrics.trained(trainer, result, version - contribution.version)
+                self._orders.finish(trainer, result)
+            self.after_update(self._store.version)
+        if self._orders.evaluating != self._evaluated[0]:
+            self._end_epoch()
+
+    def _end_epoch(self) -> None:
+        before, self._evaluated = self._evaluated, (self._orders.evaluating, self._store.version)
+        if before[1] == self._store.version:
+            cause = "no order of the epoch gave a loss and gradients that are finite"
+            self._end(Outcome("failed", TrainingFailed.exit_code, cause))
+        self._compute.open_evaluation()
+        self._warn_of_untrained()
 
     def _warn_of_untrained(self) -> None:
         names, self._store.untrained = sorted(self._store.untrained), set()
@@ -237,6 +337,8 @@ class ParameterServer:
             self._metrics.handed_out(trainer, now)
         if self._lookahead:
             self._tell_ahead(orders)
+        for trainer in orders:
+            self._does(trainer, Doing.WORKING, now)
         return [(self._waiting.pop(t)[1], self._complete(t, o)) for t, o in orders.items()]
 
     def _tell_ahead(self, orders: dict[int, Order]) -> None:
@@ -257,13 +359,17 @@ class ParameterServer:
             if outcome is not None:
                 self._end(outcome)
             self._forget(trainer, now)
-            if not self._present:
-                if not self._orders.finished:
-                    self._end(Outcome("failed", 4, "all trainers left before the work was done"))
-                self._end(Outcome("done"))
-                self.ended.set()
+            self._see_if_over()
             answers = self._answers(now)
         self._send(answers)
+
+    def _see_if_over(self) -> None:
+        if not self._present:
+            if not self._orders.finished and self._outcome is None:
+                self._end(Outcome("failed", 4, "all trainers left before the work was done"))
+            self._end(Outcome("done"))
+        if not self._present - self._abandoned:
+            self.ended.set()
 
     def _forget(self, trainer: int, now: float) -> None:
         """What the trainer held, or had handed in for a round that is open, is to be done again."""
@@ -281,6 +387,20 @@ class ParameterServer:
         """The first outcome is the cause; what follows from it changes nothing."""
         if self._outcome is None:
             self._outcome = outcome
+            self._situation = self._situation_of(outcome.rank)
+        elif outcome.cause is not None:
+            self._consequences.append(outcome.cause)
+
+    def _situation_of(self, rank: int) -> dict[str, object]:
+        order, made = self._orders.held_by(rank), self._progress.get(rank)
+        return {
+            "last_order": order and _facts(order),
+            "doing": made.doing.value if made else None,
+            "since_s": time.monotonic() - made.since if made else None,
+        }
+
+    def _does(self, trainer: int, doing: Doing, now: float | None = None) -> None:
+        self._progress[trainer] = Progress(doing, time.monotonic() if now is None else now)
 
     @staticmethod
     def _send(answers: Sequence[Answer], lines: Sequence[str | None] = ()) -> None:

@@ -9,6 +9,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -136,9 +137,11 @@ class Store:
         """Take over the buffers of a model that has done a step, in the model's order."""
         if not self._num_buffers:
             return
+        self._whole = False
         with torch.no_grad():
             for buffer, updated in zip(self._model.buffers(), buffers, strict=True):
                 buffer.copy_(updated)
+        self._whole = True
 
     def flatten(self) -> FlatModel:
         """Lay the model out in one buffer, for copy_weights. Before the first update."""
@@ -176,10 +179,11 @@ class Store:
             TrainingFailed: an update was broken off, and the weights are of no version.
         """
         if not self._whole:
-            raise TrainingFailed(f"update {self.version + 1} was broken off in the optimizer")
+            raise TrainingFailed("the last update was broken off")
         copies: dict[tuple[object, ...], Tensor] = {}
         return {
             "version": self.version,
+            "trained": list(self.names),
             "untrained": sorted(self.untrained),
             "model": _copy(self._model.state_dict(), copies),
             "optimizer": _copy(self._optimizer.state_dict()["state"], copies),
@@ -193,6 +197,11 @@ class Store:
         """
         if difference := _difference(self._model.state_dict(), state["model"]):
             raise CheckpointUnusable(f"it is of another model: {difference}")
+        for there, here in zip_longest(state["trained"], self.names):
+            if there != here:  # the optimizer knows them by their places
+                raise CheckpointUnusable(
+                    f"it is of another model: it trains {there} in the place of {here}"
+                )
         self._model.load_state_dict(state["model"])
         groups = self._optimizer.state_dict()["param_groups"]
         self._optimizer.load_state_dict({"state": state["optimizer"], "param_groups": groups})
@@ -281,6 +290,8 @@ def make_optimizer(
 
 def _copy(value: Any, copies: dict[tuple[object, ...], Tensor]) -> Any:
     """A deep copy of dictionaries and lists, on the CPU; tied tensors stay tied."""
+    if isinstance(value, Tensor) and value.layout is not torch.strided:
+        return value.detach().to("cpu", copy=True)  # it has no one place in memory
     if isinstance(value, Tensor):
         place = _place(value)
         if place not in copies:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ps import interruption
 from ps.protocol import Finished, Result, Server, Wait
 from ps.step import Worker
 
 
-def train(trainer: int, server: Server, worker: Worker) -> None:
-    """Work on orders until there are no more, then leave."""
+def train(
+    trainer: int, server: Server, worker: Worker, at_end: Callable[[], None] = lambda: None
+) -> None:
+    """Work on orders until there are no more, then leave, after at_end()."""
     result: Result | None = None
     while not isinstance(order := server.next_order(trainer, result), Finished):
         interruption.check()
         result = None if isinstance(order, Wait) else worker.do(order)
+    at_end()
     server.leave(trainer)

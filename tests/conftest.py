@@ -44,6 +44,25 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixt
     log.removeHandler(caplog.handler)
 
 
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
+    """The lines that our log is given during the test, information too. Grows."""
+    listening = _Lines()
+    log.addHandler(listening)
+    with caplog.at_level(logging.INFO, logger="ps"):
+        yield listening.lines
+    log.removeHandler(listening)
+
+
 def _carries(pid: int, mark: str) -> bool:
     try:
         return psutil.Process(pid).environ().get("PS_TEST") == mark

@@ -301,11 +301,14 @@ def test_on_the_server_evaluation_is_without_a_graph_and_leaves_training_mode_al
     assert same(buffers, other_buffers)
 
 
-def test_on_the_server_orders_go_out_as_they_are_and_any_trainer_may_join() -> None:
+def test_on_the_server_orders_go_out_with_a_version_alone_and_any_trainer_may_join() -> None:
     side = ServerSide(workload_of(plain_net), passes=Passes(seed=SEED))
-    order = order_of(0, range(8))
-    assert side.compute.hand_out(1, order) is order
-    assert side.compute.hand_out(1, SLICE) is SLICE
+    side.store.version = 7
+    for order in (order_of(0, range(8)), SLICE):
+        handed_out = side.compute.hand_out(1, order)
+        assert handed_out == order
+        assert handed_out.weights is not None
+        assert (handed_out.weights.version, handed_out.weights.values) == (7, None)
     side.compute.check_layout(1, None)
 
 

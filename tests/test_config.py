@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -399,3 +401,243 @@ def test_a_mirror_that_is_not_on_the_web_is_refused(text: str) -> None:
 @pytest.mark.parametrize("option", ["--run-dir", "--data-dir"])
 def test_an_empty_folder_name_is_refused(option: str) -> None:
     assert refused(option, "").startswith(f"argument {option}: invalid folder value: ''")
+
+
+# One value for every option that is not its default: as typed, and as the config holds it.
+OTHER: dict[str, tuple[list[str], object]] = {
+    "workload": (["mnist"], "mnist"),
+    "data_dir": (["/mnist"], Path("/mnist")),
+    "data_mirror": (["http://here/mnist"], "http://here/mnist"),
+    "epochs": (["5"], 5),
+    "batch_size": (["64"], 64),
+    "optimizer": (["Adam"], "Adam"),
+    "lr": (["0.001"], 0.001),
+    "momentum": (["0.9"], 0.9),
+    "weight_decay": (["1e-4"], 1e-4),
+    "lr_schedule": (["linear"], "linear"),
+    "clip_norm": (["2"], 2.0),
+    "seed": (["7"], 7),
+    "compute": (["trainer"], "trainer"),
+    "staleness": (["4"], "4"),
+    "link": (["rpc"], "rpc"),
+    "num_gpus": (["1"], 1),
+    "threads": (["3"], 3),
+    "precision": (["bfloat16"], "bfloat16"),
+    "channels_last": ([], True),
+    "accumulate": (["3"], 3),
+    "num_workers": (["2"], 2),
+    "run_dir": (["out"], Path("out")),
+    "resume": (["runs/latest"], "runs/latest"),
+    "checkpoint_every": (["500"], "500"),
+    "keep": (["9"], 9),
+    "start_timeout": (["30"], 30.0),
+    "rpc_timeout": (["5.5"], 5.5),
+    "stall_timeout": (["0"], 0.0),
+    "memory_limit": (["8GiB"], "8GiB"),
+    "on_nonfinite": (["skip"], "skip"),
+    "inject": (["kill:2@30"], ("kill:2@30",)),
+    "log_level": (["debug"], "debug"),
+}
+FIXED = ["workload", "batch_size", "optimizer", "seed", "accumulate"]
+OWN = ["run_dir", "resume", "inject", "log_level"]
+INHERITED = [name for name in OPTIONS if name not in (*FIXED, *OWN)]
+
+
+def inherited(**options: Any) -> dict[str, Any]:
+    """What a run with these options leaves for those that go on from it."""
+    plain: dict[str, Any] = json.loads(
+        json.dumps(Config(**{"workload": "digits"} | options).to_json(inherited_only=True))
+    )
+    return plain
+
+
+def typed(name: str) -> list[str]:
+    return [flag(name), *OTHER[name][0]]
+
+
+def test_the_table_above_has_another_value_for_every_option() -> None:
+    assert OTHER.keys() == OPTIONS.keys()
+    for name, (_, value) in OTHER.items():
+        assert value != OPTIONS[name].default
+        assert getattr(parse_args(typed(name)), name) == value
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_an_option_stays_what_it_is_through_json(name: str) -> None:
+    config = Config(**{name: OTHER[name][1]})  # type: ignore[arg-type]
+    for other in (config, Config()):
+        assert Config.from_json(json.loads(json.dumps(other.to_json()))) == other
+
+
+@pytest.mark.parametrize("name", INHERITED)
+def test_an_option_is_that_of_the_run_to_go_on_from_unless_it_is_typed(name: str) -> None:
+    value, default = OTHER[name][1], OPTIONS[name].default
+    assert getattr(parse_args([], inherited(**{name: value})), name) == value
+    assert getattr(parse_args(typed(name), inherited()), name) == value
+    assert getattr(parse_args([], inherited()), name) == default
+
+
+@pytest.mark.parametrize(
+    ("argv", "before", "after"),
+    [
+        (["--epochs", "1"], {"epochs": 5}, {"epochs": 1}),
+        (["--lr-schedule", "constant"], {"lr_schedule": "linear"}, {"lr_schedule": "constant"}),
+        (["--no-channels-last"], {"channels_last": True}, {"channels_last": False}),
+        (["--checkpoint-every", "60s"], {"checkpoint_every": "5"}, {"checkpoint_every": "60s"}),
+    ],
+)
+def test_a_default_that_is_typed_wins_over_the_run_to_go_on_from(
+    argv: list[str], before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    assert parse_args(argv, inherited(**before)) == Config(workload="digits", **after)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_options_of_one_run_alone_are_not_inherited(name: str) -> None:
+    assert name not in inherited(**{name: OTHER[name][1]})
+    assert getattr(parse_args(typed(name), inherited()), name) == OTHER[name][1]
+    everything = Config(**{name: OTHER[name][1]}).to_json()  # type: ignore[arg-type]
+    assert name in everything
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_what_a_checkpoint_depends_on_is_inherited_and_cannot_be_changed(name: str) -> None:
+    (text,), value = OTHER[name]
+    assert getattr(parse_args([], inherited(**{name: value})), name) == value
+    assert parse_args(typed(name), inherited(**{name: value})) == parse_args(
+        [], inherited(**{name: value})
+    )
+    with pytest.raises(ConfigError) as caught:
+        parse_args(typed(name), inherited())
+    before = getattr(Config(workload="digits"), name)
+    assert str(caught.value) == (
+        f"{flag(name)} {text} cannot be: the run to go on from has {before}; leave it away, "
+        "or leave --resume away"
+    )
+
+
+@pytest.mark.parametrize("workload", ["digits", "mnist", "my.plugin:build"])
+def test_the_workload_auto_is_what_it_was_in_the_run_to_go_on_from(workload: str) -> None:
+    """An attempt after the first has the same command line, and the workload is settled."""
+    config = parse_args(["--workload", "auto"], inherited(workload=workload))
+    assert config.workload == workload
+
+
+def test_options_are_checked_together_with_those_of_the_run_to_go_on_from() -> None:
+    with pytest.raises(ConfigError, match=r"^--num-gpus 1 is for --compute server; "):
+        parse_args(["--num-gpus", "1"], inherited(compute="trainer"))
+    with pytest.raises(ConfigError, match=r"^--epochs must be 1 or more, got 0$"):
+        parse_args(["--epochs", "0"], inherited())
+
+
+def test_without_a_run_to_go_on_from_nothing_is_inherited() -> None:
+    assert parse_args(["--epochs", "3"]) == replace(Config(), epochs=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bogus": 3, "epochs": 2}, "--bogus is not an option of this version"),
+        ({"epochs": 0}, "--epochs must be 1 or more, got 0"),
+        ({"epochs": "2"}, "--epochs cannot be '2'"),
+        ({"epochs": 2.5}, "--epochs cannot be 2.5"),
+        ({"epochs": True}, "--epochs cannot be True"),
+        ({"epochs": None}, "--epochs cannot be None"),
+        ({"lr": "fast"}, "--lr cannot be 'fast'"),
+        ({"lr": float("nan")}, "--lr must be finite, got nan"),
+        ({"channels_last": 1}, "--channels-last cannot be 1"),
+        ({"checkpoint_every": 500}, "--checkpoint-every cannot be 500"),
+        ({"data_dir": None}, "--data-dir cannot be None"),
+        ({"data_dir": 3}, "--data-dir cannot be 3"),
+        ({"inject": "kill:2@30"}, "--inject cannot be 'kill:2@30'"),
+    ],
+)
+def test_options_that_are_not_of_this_version_are_refused_by_name(
+    options: dict[str, Any], message: str
+) -> None:
+    for read in (lambda: Config.from_json(options), lambda: parse_args([], options)):
+        with pytest.raises(ConfigError) as caught:
+            read()
+        assert str(caught.value) == message
+
+
+def test_a_whole_number_is_good_where_json_has_one_for_a_number() -> None:
+    config = Config.from_json({"lr": 1, "start_timeout": 30})
+    assert (config.lr, config.start_timeout) == (1.0, 30.0)
+    assert isinstance(config.lr, float)
+
+
+@pytest.mark.parametrize(
+    ("text", "updates", "interval_s"),
+    [
+        ("500", 500, None),
+        ("1", 1, None),
+        ("007", 7, None),
+        ("999999999", 999999999, None),
+        ("60s", None, 60.0),
+        ("1s", None, 1.0),
+        ("0", None, None),
+        ("0s", None, None),
+    ],
+)
+def test_checkpoints_are_every_so_many_updates_or_seconds_or_at_the_end_alone(
+    text: str, updates: int | None, interval_s: float | None
+) -> None:
+    config = parse_args(["--checkpoint-every", text])
+    assert (config.checkpoint_updates, config.checkpoint_interval_s) == (updates, interval_s)
+    assert (Config().checkpoint_updates, Config().checkpoint_interval_s) == (None, 60.0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("-1", "1.5s", "60 s", "1m", "s", "1e3", "60S", "+5", "ss", "inf", " 5", "1h30", "5ss"),
+        *("\u0663", "\u0663s", "1234567890", "9" * 5000),
+    ],
+)
+def test_any_other_interval_of_checkpoints_is_refused_as_seen(text: str) -> None:
+    assert refused(f"--checkpoint-every={text}") == (
+        "--checkpoint-every must be a number of updates such as 500, or of seconds such as 60s, "
+        f"got {text!r}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("0", None),
+        ("0GiB", None),
+        ("1024", 1024),
+        ("1B", 1),
+        ("2KiB", 2048),
+        ("500MiB", 500 * 2**20),
+        ("8GiB", 8 * 2**30),
+        ("1.5GiB", 3 * 2**29),
+        ("3TiB", 3 * 2**40),
+        ("999999999999999", 999_999_999_999_999),
+    ],
+)
+def test_the_memory_limit_is_a_size(text: str, num_bytes: int | None) -> None:
+    assert parse_args(["--memory-limit", text]).memory_limit_bytes == num_bytes
+    assert Config().memory_limit_bytes is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("8GB", "8 GiB", "-1GiB", "GiB", "1.GiB", ".5GiB", "8gib", "1e3", "inf", "nan", "+1GiB"),
+        *("8G", "8GiBs", " 8GiB", "1,5GiB", "0x10", "\u0663GiB"),
+        *("9" * 400 + "TiB", "1." + "9" * 5000 + "GiB"),
+    ],
+)
+def test_any_other_memory_limit_is_refused_as_seen(text: str) -> None:
+    assert refused(f"--memory-limit={text}") == (
+        f"--memory-limit must be a size such as 8GiB or 500MiB, got {text!r}"
+    )
+
+
+@pytest.mark.parametrize("name", ["checkpoint_every", "memory_limit"])
+def test_an_empty_text_is_refused_from_code_too(name: str) -> None:
+    assert refused(f"{flag(name)}=").startswith(f"argument {flag(name)}: invalid ")
+    with pytest.raises(ConfigError, match=rf"^{flag(name)} must be .*, got ''$"):
+        Config(**{name: ""})  # type: ignore[arg-type]

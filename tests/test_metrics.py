@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import math
 from typing import Any, cast
 
@@ -10,7 +12,7 @@ import torch
 
 from ps.metrics import PROGRESS_INTERVAL_S, Metrics
 from ps.orders import Plan
-from ps.protocol import Evaluated, Trained
+from ps.protocol import Evaluated, Train, Trained
 
 
 def metrics_of(
@@ -77,6 +79,9 @@ def test_a_report_with_nothing_done_holds_none_for_what_does_not_exist() -> None
         "staleness_max": None,
     }
     assert metrics_of(trainers=2).report(now=100.0) == {
+        "orders_skipped": 0,
+        "samples_skipped": 0,
+        "skipped": [],
         "updates": 0,
         "samples_trained": 0,
         "samples_per_s": None,
@@ -370,3 +375,96 @@ def test_the_training_loss_reported_is_that_of_the_last_epoch() -> None:
 
 def test_the_training_loss_of_an_epoch_not_begun_is_no_number() -> None:
     assert math.isnan(metrics_of().train_loss(0))
+
+
+def busy_metrics() -> Metrics:
+    """In the middle of the second epoch's evaluation: one trainer was stale, one has left."""
+    metrics = metrics_of(train=96, test=10, batch=32, epochs=3, trainers=3)
+    for epoch in (0, 1):
+        for batch in range(3):
+            now = 10.0 * epoch + batch
+            loss = 3.0 - epoch - 0.1 * batch
+            result = trained(batch, epoch=epoch, samples=32 - batch, loss=loss)
+            step(metrics, now, now + 0.5, result, staleness=3 * batch, trainer=1 + batch % 2)
+        metrics.evaluated(Evaluated(epoch, 0, samples=6, loss_sum=3.0 - epoch, correct=2 + epoch))
+        if epoch == 0:
+            metrics.evaluated(Evaluated(epoch, 1, samples=4, loss_sum=1.0, correct=3))
+    metrics.skipped(1, Train(0, 2, range(64, 96)), 5, "the loss is nan")
+    return metrics
+
+
+def restored(metrics: Metrics, *, now: float = 100.0, trainers: int = 3) -> Metrics:
+    file = io.BytesIO()
+    torch.save(metrics.state(now), file)
+    file.seek(0)
+    other = metrics_of(train=96, test=10, batch=32, epochs=3, trainers=trainers)
+    other.restore(torch.load(file, weights_only=True))
+    return other
+
+
+@pytest.mark.parametrize("trainers", [1, 2, 3])
+def test_what_was_restored_is_reported_as_it_was_before(trainers: int) -> None:
+    """Trainers that are not there any more are reported too."""
+    metrics = busy_metrics()
+    before = metrics.report(now=100.0)
+    nothing = metrics_of().report(now=0.0)
+    assert [key for key in before if before[key] == nothing[key]] == []
+    after = restored(metrics, trainers=trainers).report(now=5.0)
+    assert after == before
+
+
+def test_trainers_that_are_new_are_reported_with_nothing_done() -> None:
+    metrics = busy_metrics()
+    report = cast(dict[str, Any], restored(metrics, trainers=5).report(now=5.0))
+    assert list(report["trainers"]) == ["1", "2", "3", "4", "5"]
+    assert [trainer["orders"] for trainer in report["trainers"].values()] == [4, 2, 0, 0, 0]
+    assert report["trainers"]["1"] == trainer_report(metrics, 1)
+
+
+def test_what_was_restored_goes_on_as_if_nothing_had_been() -> None:
+    """But for the clock, which is another one."""
+    first = busy_metrics()
+    second = restored(first, now=100.0)
+    for metrics, start in ((first, 200.0), (second, 7.0)):
+        line = metrics.evaluated(Evaluated(1, 1, samples=4, loss_sum=2.0, correct=4))
+        assert line == "epoch 2/3 evaluated: test loss 0.4000, test accuracy 0.7000 (7 of 10)"
+        result = trained(0, epoch=2, loss=0.5)
+        step(metrics, start, start + 2.0, result, staleness=1, trainer=2)
+    assert second.report(now=9.0) == first.report(now=202.0)
+    assert second.history == first.history
+    assert second.training_s == first.training_s
+
+
+def test_losses_of_an_epoch_that_was_interrupted_count_from_its_start() -> None:
+    metrics = metrics_of()
+    apply(metrics, trained(0, epoch=0, samples=30, loss=1.0))
+    second = restored(metrics)
+    apply(second, trained(1, epoch=0, samples=10, loss=5.0))
+    assert second.train_loss(0) == pytest.approx(2.0)
+
+
+def test_the_time_of_an_order_that_is_out_is_in_the_state_and_the_order_is_not() -> None:
+    metrics = metrics_of(trainers=2)
+    step(metrics, 10.0, 12.0, trained(0))
+    metrics.handed_out(1, 20.0)
+    second = restored(metrics, now=23.0)
+    assert (second.training_s, second.samples_trained) == (5.0, 32)
+    step(second, 1.0, 2.0, trained(1))
+    assert second.training_s == 6.0
+
+
+def test_a_state_of_numbers_does_not_change_with_what_comes_later() -> None:
+    metrics = busy_metrics()
+    state = metrics.state(100.0)
+    before = copy.deepcopy(state)
+    metrics.evaluated(Evaluated(1, 1, samples=4, loss_sum=2.0, correct=4))
+    step(metrics, 200.0, 201.0, trained(0, epoch=2), staleness=3)
+    assert state == before
+
+
+def test_progress_after_restoring_covers_what_came_since() -> None:
+    second = restored(busy_metrics())
+    assert second.progress(0.0) is None
+    step(second, 1000.0, 1002.0, trained(0, epoch=2, loss=0.5), staleness=1)
+    line = second.progress(1002.0)
+    assert line == "epoch 3/3  updates 7/9  loss 0.5000  16 samples/s  staleness 1.00"

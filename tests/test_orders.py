@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import heapq
+import json
 import math
+import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ps.errors import ConfigError
 from ps.orders import Orders, Plan, permutation
 from ps.protocol import Evaluate, Evaluated, Result, Train, Trained
 
@@ -451,6 +454,214 @@ def test_finishing_the_same_order_twice_is_a_broken_promise() -> None:
     orders.finish(1, result_of(order))
     with pytest.raises(AssertionError, match=r"^trainer 1 holds None, not \('batch', 0, 0\)$"):
         orders.finish(1, result_of(order))
+
+
+def restored(state: object, plan: Plan) -> Orders:
+    """From what a file would hold: JSON keeps only plain values as they are."""
+    plain = json.loads(json.dumps(state))
+    assert plain == state
+    orders = Orders(plan)
+    orders.restore(plain)
+    return orders
+
+
+def do_something(orders: Orders, trainer: int, draw: random.Random) -> Train | Evaluate | None:
+    """Take, be promised, leave, or finish; gives what was finished."""
+    held = orders.held_by(trainer)
+    if draw.random() < 0.1:
+        orders.leave(trainer)
+    elif held is None:
+        if isinstance(take(orders, trainer), Train):
+            orders.promise([trainer], draw.randrange(4))
+    elif draw.random() < 0.6:
+        orders.finish(trainer, result_of(held))
+        return held
+    return None
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    plan=plans,
+    stretches=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 30)), max_size=6),
+    seed=st.integers(0, 2**32),
+)
+def test_stopped_at_any_moment_and_gone_on_with_any_number_each_order_is_done_once(
+    plan: Plan, stretches: list[tuple[int, int]], seed: int
+) -> None:
+    """Each stretch is a number of trainers, and after how many events the job is stopped."""
+    orders, finished, draw = Orders(plan), list[Train | Evaluate](), random.Random(seed)
+    for trainers, events in [*stretches, (2, 100_000)]:
+        for _ in range(events):
+            if orders.finished:
+                break
+            if done := do_something(orders, draw.randint(1, trainers), draw):
+                finished.append(done)
+            batches = sum(isinstance(order, Train) for order in finished)
+            assert orders.updates_left == plan.total_updates - batches
+        before = orders
+        orders = restored(before.state(), plan)
+        assert (orders.finished, orders.updates_left) == (before.finished, before.updates_left)
+        assert (orders.evaluating, orders.state()) == (before.evaluating, before.state())
+    assert orders.finished
+    names = [(phase_of(order), place_of(order)) for order in finished]
+    assert sorted(names) == [
+        (2 * epoch + evaluation, place)
+        for epoch in range(plan.epochs)
+        for evaluation, places in ((0, plan.batches_per_epoch), (1, plan.slices))
+        for place in range(places)
+    ]
+    assert [phase for phase, _ in names] == sorted(phase for phase, _ in names)
+    for epoch in range(plan.epochs):
+        trained = [
+            i for o in finished if o.epoch == epoch and isinstance(o, Train) for i in o.indices
+        ]
+        assert sorted(trained) == list(range(plan.num_train_samples))
+
+
+def test_what_is_held_and_promised_is_in_the_state_as_not_done() -> None:
+    orders = Orders(plan_of(train=40, batch=2))
+    for trainer in (1, 2, 3):
+        take(orders, trainer)
+    orders.promise((1, 2), 2)
+    orders.leave(3)
+    finish_first(orders, 2)
+    assert orders.state() == {
+        "epoch": 0,
+        "evaluating": None,
+        "next_batch": 7,
+        "returned_batches": [0, 2, 3, 4, 5, 6],
+        "slices": [],
+    }
+
+
+def finish_first(orders: Orders, trainer: int) -> None:
+    held = orders.held_by(trainer)
+    assert held is not None
+    orders.finish(trainer, result_of(held))
+
+
+def test_a_state_does_not_change_with_what_is_done_later() -> None:
+    orders = Orders(plan_of(train=20, batch=2))
+    take(orders, 1)
+    state = orders.state()
+    before = json.dumps(state)
+    finish_first(orders, 1)
+    for trainer in (1, 2):
+        take(orders, trainer)
+    orders.leave(2)
+    assert json.dumps(state) == before
+
+
+def test_the_state_is_the_same_whoever_holds_what() -> None:
+    """So that nothing seems to have changed when trainers only leave."""
+    orders = Orders(plan_of(train=20, batch=2, test=12, slice=2))
+    for trainer in (1, 2, 3):
+        take(orders, trainer)
+    orders.promise((2, 1, 3), 2)
+    finish_first(orders, 2)
+    state = orders.state()
+    for trainer in (3, 1, 2):
+        orders.leave(trainer)
+        assert orders.state() == state
+
+
+def test_batches_in_a_row_meet_in_an_update_as_they_would_have() -> None:
+    orders = Orders(plan_of(train=16, batch=2, per_update=2))
+    for trainer in (1, 2):
+        take(orders, trainer)
+    orders.promise((1, 2), 2)
+    resumed = restored(orders.state(), plan_of(train=16, batch=2, per_update=2))
+    met = [batch_of(take(resumed, trainer)) for trainer in (1, 2)]
+    assert met == [0, 1]
+    assert [numbers(batches) for batches in resumed.promise((1, 2), 2).values()] == [[2, 4], [3, 5]]
+
+
+def test_an_evaluation_goes_on_with_the_slices_that_are_left() -> None:
+    plan = plan_of(train=2, batch=2, test=12, slice=4, epochs=1)
+    orders = Orders(plan)
+    take(orders, 1)
+    finish_first(orders, 1)
+    for trainer in (1, 2):
+        take(orders, trainer)
+    finish_first(orders, 1)
+    resumed = restored(orders.state(), plan)
+    assert (resumed.evaluating, resumed.take_batch(1)) == (0, None)
+    for index in (1, 2):
+        assert take(resumed, 7) == Evaluate(0, index, 4 * index, 4 * index + 4)
+        finish_first(resumed, 7)
+    assert resumed.finished
+
+
+def done_with(plan: Plan) -> Orders:
+    orders = Orders(plan)
+    while not orders.finished:
+        take(orders, 1)
+        finish_first(orders, 1)
+    return orders
+
+
+def test_a_finished_list_stays_finished() -> None:
+    plan = plan_of(epochs=2)
+    resumed = restored(done_with(plan).state(), plan)
+    assert (resumed.finished, take(resumed, 1), resumed.updates_left) == (True, None, 0)
+
+
+def test_a_finished_list_goes_on_with_further_epochs_alone() -> None:
+    resumed = restored(done_with(plan_of(epochs=2)).state(), plan_of(epochs=3))
+    assert (resumed.finished, resumed.updates_left) == (False, 3)
+    following = resumed.take_batch(1)
+    assert following is not None
+    assert (following.epoch, following.batch) == (2, 0)
+    assert list(following.indices) == list(permutation(0, 2, 10)[:4])
+
+
+def stopped_in_epoch(epoch: int, batches: int, epochs: int = 9) -> object:
+    """The state after so many batches of it, epoch from 1; a batch is out."""
+    orders = done_with(plan_of(epochs=epoch - 1)) if epoch > 1 else Orders(plan_of())
+    orders = restored(orders.state(), plan_of(epochs=epochs))
+    for _ in range(batches):
+        take(orders, 1)
+        finish_first(orders, 1)
+    return orders.state()
+
+
+@pytest.mark.parametrize(("epoch", "batches", "least"), [(3, 1, 3), (3, 3, 3), (3, 0, 2)])
+def test_fewer_epochs_than_were_begun_are_refused(epoch: int, batches: int, least: int) -> None:
+    state = stopped_in_epoch(epoch, batches)
+    for epochs in range(1, least):
+        orders = Orders(plan_of(epochs=epochs))
+        before = orders.state()
+        with pytest.raises(ConfigError) as caught:
+            orders.restore(state)  # type: ignore[arg-type]
+        assert str(caught.value) == (
+            f"--epochs {epochs} cannot be: the run to go on from has begun epoch {least}; "
+            f"type {least} or more, or leave it away"
+        )
+        assert orders.state() == before
+    assert restored(state, plan_of(epochs=least)).finished is (batches == 0)
+
+
+@pytest.mark.parametrize(
+    ("per_update", "epochs", "left"), [(1, 9, 3 * 7 - 2), (2, 9, 1 + 2 * 6), (3, 3, 1), (5, 4, 2)]
+)
+def test_the_updates_left_are_those_of_the_trainers_that_there_are_now(
+    per_update: int, epochs: int, left: int
+) -> None:
+    """Of epoch 3, two of its three batches are done."""
+    resumed = restored(stopped_in_epoch(3, 2), plan_of(epochs=epochs, per_update=per_update))
+    assert resumed.updates_left == left
+
+
+def test_the_updates_left_count_what_is_out_and_what_is_promised() -> None:
+    orders = Orders(plan_of(train=14, batch=2, epochs=2, per_update=2))
+    assert orders.updates_left == 8
+    for trainer in (1, 2):
+        take(orders, trainer)
+    orders.promise((1, 2), 1)
+    assert orders.updates_left == 8
+    finish_first(orders, 1)
+    finish_first(orders, 2)
+    assert orders.updates_left == 7
 
 
 @pytest.mark.parametrize(

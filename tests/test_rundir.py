@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import stat
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
-from ps.errors import ConfigError
-from ps.rundir import RunDirectory, generated
+from benchmarks.jobs import ROOT
+from ps.errors import CheckpointUnusable, ConfigError
+from ps.rundir import (
+    RunDirectory,
+    checkpoints_in,
+    generated,
+    has_checkpoints,
+    is_done,
+    job_of,
+    options_of,
+    sequence_of,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -241,3 +254,223 @@ def test_a_second_report_takes_the_place_of_the_first() -> None:
     run_dir.write_report({"status": "failed"})
     path = run_dir.write_report({"status": "done"})
     assert json.loads(path.read_text()) == {"status": "done"}
+
+
+def test_the_options_and_the_job_of_a_run_are_read_back() -> None:
+    run_dir = RunDirectory.create(Path("run"), None)
+    options = {"epochs": 3, "lr": None, "data_dir": "/mnist", "channels_last": True}
+    run_dir.write_options(options, "8e98bd")
+    assert (options_of(Path("run")), job_of(Path("run"))) == (options, "8e98bd")
+    assert names_in("run") == ["config.json"]
+    run_dir.write_options({"epochs": 4}, None)
+    assert (options_of(Path("run")), job_of(Path("run"))) == ({"epochs": 4}, None)
+
+
+def test_a_run_whose_folder_somebody_removed_writes_all_the_same() -> None:
+    run_dir = RunDirectory.create(Path("a/run"), None)
+    Path("a/run").rmdir()
+    Path("a").rmdir()
+    run_dir.write_options({}, None)
+    run_dir.write_report({"status": "done"})
+    assert names_in("a/run") == ["config.json", "report.json"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"", b"{", b"[]", b"3", b'"text"', b"null", b"{}", b'{"job": "8e98bd"}', b"\xff\xfe"),
+        *(b'{"options": [], "job": 3}', b'{"options": null}', b'{"options": "text"}'),
+    ],
+)
+def test_damaged_options_are_an_error_with_the_code_of_unusable_checkpoints(
+    content: bytes,
+) -> None:
+    Path("run").mkdir()
+    Path("run/config.json").write_bytes(content)
+    with pytest.raises(CheckpointUnusable) as caught:
+        options_of(Path("run"))
+    assert str(caught.value) == "run/config.json cannot be read: it is damaged"
+    assert caught.value.exit_code == 7
+
+
+def test_options_that_are_not_there_are_an_error_that_says_so() -> None:
+    with pytest.raises(CheckpointUnusable) as caught:
+        options_of(Path("run"))
+    assert str(caught.value) == "run/config.json cannot be read: No such file or directory"
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "[]", "3", "{}", '{"options": {}}'])
+def test_a_job_that_is_not_known_is_none(content: str | None) -> None:
+    Path("run").mkdir()
+    if content is not None:
+        Path("run/config.json").write_text(content)
+    assert job_of(Path("run")) is None
+
+
+def test_a_run_is_done_when_its_report_says_so() -> None:
+    assert not is_done(Path("run"))
+    run_dir = RunDirectory.create(Path("run"), None)
+    assert not is_done(Path("run"))
+    for status, done in (("interrupted", False), ("done", True), ("failed", False)):
+        run_dir.write_report({"status": status})
+        assert is_done(Path("run")) is done
+    for damaged in ("", "{", "[]", "{}", "3", '"done"'):
+        Path("run/report.json").write_text(damaged)
+        assert not is_done(Path("run"))
+
+
+def test_a_run_that_was_done_and_goes_on_is_not_done_any_more() -> None:
+    """Also if it is killed and writes no further report."""
+    run_dir = RunDirectory.create(Path("run"), None)
+    run_dir.write_report({"status": "done"})
+    run_dir.write_options({"epochs": 5}, None)
+    assert not is_done(Path("run"))
+    run_dir.write_report({"status": "failed", "cause": "lost"})
+    run_dir.write_options({"epochs": 5}, None)
+    assert json.loads(Path("run/report.json").read_text())["cause"] == "lost"
+
+
+def put_checkpoints(folder: str, *names: str) -> None:
+    Path(folder, "checkpoints").mkdir(parents=True, exist_ok=True)
+    for name in names:
+        Path(folder, "checkpoints", name).touch()
+
+
+def test_the_checkpoints_of_a_run_are_listed_oldest_first() -> None:
+    names = [f"{number}-update-1-0123456789abcdef.pt" for number in ("000009", "000010", "1000000")]
+    put_checkpoints("run", *names[::-1])
+    assert [path.name for path in checkpoints_in(Path("run"))] == names
+    assert [sequence_of(path) for path in checkpoints_in(Path("run"))] == [9, 10, 1_000_000]
+    assert has_checkpoints(Path("run"))
+
+
+def test_what_is_not_named_as_a_checkpoint_is_none() -> None:
+    """With a run that holds nothing else, there is nothing to go on from."""
+    assert (checkpoints_in(Path("run")), has_checkpoints(Path("run"))) == ([], False)
+    put_checkpoints("run")
+    assert not has_checkpoints(Path("run"))
+    put_checkpoints(
+        "run",
+        *("best.pt", "model.pt", ".checkpoint.partial", "000001-update-1-0123456789abcdef.pt~"),
+        *("000001-update-1-0123456789abcde.pt", "000001-update-1-0123456789ABCDEF.pt"),
+        *("x000001-update-1-0123456789abcdef.pt", "\u0661-update-1-0123456789abcdef.pt"),
+    )
+    assert (checkpoints_in(Path("run")), has_checkpoints(Path("run"))) == ([], False)
+
+
+def test_a_file_in_the_place_of_the_checkpoints_is_none() -> None:
+    Path("run").mkdir()
+    Path("run/checkpoints").touch()
+    assert (checkpoints_in(Path("run")), has_checkpoints(Path("run"))) == ([], False)
+
+
+def test_all_attempts_of_a_job_have_one_folder_and_other_jobs_others() -> None:
+    first = generated("8e98bd")
+    assert re.fullmatch(r"runs/\d{8}-\d{6}-8e98bd", str(first))
+    RunDirectory.create(first, None)
+    RunDirectory.create(Path("runs/20200101-000000-1e98bd"), None)
+    RunDirectory.create(Path("runs/99990101-000000-mine"), None)
+    assert generated("8e98bd") == first
+    assert generated("1e98bd") == Path("runs/20200101-000000-1e98bd")
+    assert generated("aaaaaa").name.endswith("-aaaaaa")
+    assert generated(None) != generated(None)
+
+
+def test_the_newest_folder_of_a_job_counts_if_there_are_several() -> None:
+    for day in ("20300102", "20300101"):
+        RunDirectory.create(Path(f"runs/{day}-000000-8e98bd"), None)
+    assert generated("8e98bd") == Path("runs/20300102-000000-8e98bd")
+
+
+def test_a_folder_with_an_earlier_run_is_reopened_as_it_is() -> None:
+    put_checkpoints("run", "000001-update-1-0123456789abcdef.pt")
+    Path("run/report.json").write_text("{}")
+    run_dir = RunDirectory.reopen(Path("run"))
+    assert run_dir.path == Path("run")
+    run_dir.discard()
+    assert names_in("run") == ["checkpoints", "report.json"]
+
+
+def test_a_folder_that_is_not_there_or_cannot_be_written_is_not_reopened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RunDirectory.reopen(Path("run"))
+    assert str(caught.value) == (
+        "--resume run cannot be used: No such file or directory; give one that can be written"
+    )
+    assert names_in(".") == []
+    Path("run").mkdir()
+
+    def temporary_file(dir: Path) -> None:
+        raise OSError(30, "Read-only file system", str(dir))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", temporary_file)
+    with pytest.raises(ConfigError, match=r"^--resume run cannot be used: Read-only file system; "):
+        RunDirectory.reopen(Path("run"))
+
+
+HOLD = (
+    "import sys; from pathlib import Path; from ps.rundir import RunDirectory; "
+    "run_dir = RunDirectory.{how}; print('held', flush=True); sys.stdin.read()"
+)
+
+
+def holding(path: Path, how: str) -> subprocess.Popen[str]:
+    """Another process that writes to it, until it is killed."""
+    code = HOLD.format(how=how.format(f"Path({str(path.absolute())!r})"))
+    command = [sys.executable, "-c", code]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["create({}, None)", "reopen({})"])
+def test_a_folder_that_another_process_writes_to_is_refused_until_that_ends(how: str) -> None:
+    path = Path("run")
+    path.mkdir()
+    other = holding(path, how)
+    try:
+        for use in (RunDirectory.reopen, lambda path: RunDirectory.create(path, None)):
+            with pytest.raises(ConfigError) as caught:
+                use(path)
+            assert str(caught.value) == (
+                "another run is writing to run; wait for its end, or give another --run-dir"
+            )
+    finally:
+        other.kill()
+        other.communicate()
+    assert names_in("run") == []
+    RunDirectory.reopen(path).write_report({"status": "done"})
+    assert names_in("run") == ["report.json"]
+
+
+@pytest.mark.slow
+def test_a_process_that_this_one_started_does_not_hold_the_folder() -> None:
+    """Such as one that outlives a killed rank."""
+    RunDirectory.create(Path("run"), None)
+    code = (
+        "import sys, subprocess; from pathlib import Path; from ps.rundir import RunDirectory; "
+        f"run_dir = RunDirectory.create(Path({str(Path('other').absolute())!r}), None); "
+        "left = subprocess.Popen(['sleep', '60'], stdout=subprocess.DEVNULL); print(left.pid)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+    )
+    try:
+        RunDirectory.reopen(Path("other"))
+    finally:
+        os.kill(int(done.stdout), 9)
+
+
+def test_where_there_are_no_locks_a_run_works_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(handle: int, operation: int) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    RunDirectory.create(Path("run"), None).write_report({"status": "done"})
+    assert names_in("run") == ["report.json"]

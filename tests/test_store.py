@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import io
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from ps.errors import ConfigError, TrainingFailed
+from ps.errors import CheckpointUnusable, ConfigError, TrainingFailed
 from ps.flat import FlatModel
 from ps.store import Store, make_optimizer, mean_gradients
 
@@ -451,3 +452,319 @@ def test_an_unusable_optimizer_is_refused(
     with pytest.raises(ConfigError) as caught:
         make_optimizer(name, [nn.Parameter(torch.ones(2))], lr=0.1, **options)
     assert str(caught.value).startswith(message)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(4, 4)
+        self.decoder = nn.Linear(4, 4)
+        self.decoder.weight = self.encoder.weight
+
+
+class MixedDtypes(nn.Module):
+    """Empty tensors and scalars too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, dtype, shape in (
+            ("a", torch.float32, (3, 2)),
+            ("b", torch.float64, (5,)),
+            ("c", torch.bfloat16, (7,)),
+            ("empty", torch.float32, (0, 3)),
+            ("scalar", torch.float64, ()),
+        ):
+            self.register_parameter(name, nn.Parameter(torch.randn(shape).to(dtype)))
+        self.register_buffer("seen", torch.zeros(2, dtype=torch.int64))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "plain": lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)),
+    "tied": Tied,
+    "batch norm, channels last, frozen": kinds_of_tensors,
+    "mixed dtypes": MixedDtypes,
+}
+GOING_ON: dict[str, dict[str, Any]] = {
+    "SGD": {},
+    "SGD with momentum": {"momentum": 0.9, "weight_decay": 0.1},
+    "RMSprop with momentum": {"momentum": 0.9},
+    **{name: {} for name in ("Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam")},
+    **{name: {} for name in ("RAdam", "RMSprop", "Rprop")},
+}
+
+
+def going_on(
+    make: Callable[[], nn.Module], optimizer: str, *, values: int = 0, **options: Any
+) -> Store:
+    """A store whose model is moved by `values`, so that nothing is equal before restoring."""
+    model = make()
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.add_(values)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    name = optimizer.split()[0]
+    return Store(model, make_optimizer(name, trained, **{"lr": 0.1} | options))
+
+
+def update(store: Store, seed: int) -> None:
+    """One that depends on the seed alone; some parameters get no gradient in some."""
+    generator = torch.Generator().manual_seed(seed)
+    model = store._model
+    gradients: list[Tensor | None] = []
+    for place, parameter in enumerate(p for p in model.parameters() if p.requires_grad):
+        gradient = torch.zeros_like(parameter)
+        gradient.copy_(torch.randn(parameter.shape, generator=generator))
+        gradients.append(None if place == seed % 5 else gradient)
+    store.apply(gradients)
+    store.take_buffers([buffer + seed for buffer in model.buffers()])
+
+
+def from_file(state: object) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def differs(a: Any, b: Any, where: str = "") -> str | None:
+    """The first place at which two states are not the same bit for bit."""
+    if isinstance(a, Mapping):
+        if a.keys() != b.keys():
+            return where or "names"
+        found = (differs(a[key], b[key], f"{where} {key}") for key in a)
+        return next((place for place in found if place), None)
+    if isinstance(a, Tensor):
+        same = (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+        return None if same and torch.equal(a, b) else where
+    return None if (type(a), a) == (type(b), b) else where
+
+
+@pytest.mark.parametrize("flat", [None, "after", "before"], ids=["as-it-is", "flat", "flat first"])
+@pytest.mark.parametrize(
+    ("model", "optimizer"),
+    [
+        *(("plain", optimizer) for optimizer in GOING_ON),
+        *((model, "SGD with momentum") for model in MODELS),
+        *((model, "Adam") for model in MODELS),
+    ],
+)
+def test_a_restored_store_goes_on_bit_for_bit(model: str, optimizer: str, flat: str | None) -> None:
+    """flat tells whether it is restored before it is laid out in one buffer, or after."""
+    make, options = MODELS[model], GOING_ON[optimizer]
+    first = going_on(make, optimizer, **options)
+    second = going_on(make, optimizer, values=1, **options)
+    if flat:
+        first.flatten()
+    for seed in range(4):
+        update(first, seed)
+    state = from_file(first.state())
+    if flat == "before":
+        second.flatten()
+    second.restore(state)
+    if flat == "after":
+        second.flatten()
+    assert second.version == 4
+    assert differs(first.state_dict(), second.state_dict()) is None
+    for seed in range(4, 8):
+        update(first, seed)
+        update(second, seed)
+    assert differs(first.state_dict(), second.state_dict()) is None
+    assert differs(first.state(), second.state()) is None
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["as-it-is", "flat"])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_state_is_a_copy_on_which_later_updates_have_no_effect(model: str, flat: bool) -> None:
+    store = going_on(MODELS[model], "Adam")
+    if flat:
+        store.flatten()
+    update(store, 1)
+    state = store.state()
+    before = copy.deepcopy(state)
+    assert differs(state, before) is None
+    update(store, 2)
+    assert differs(state, before) is None
+    assert differs(store.state(), before) is not None
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["as-it-is", "flat"])
+def test_a_state_holds_each_value_once_and_nothing_that_lies_beside_it(flat: bool) -> None:
+    store = going_on(Tied, "SGD", momentum=0.9)
+    if flat:
+        store.flatten()
+    update(store, 1)
+    state = store.state()
+    model = state["model"]
+    assert model["encoder.weight"].data_ptr() == model["decoder.weight"].data_ptr()
+    for value in model.values():
+        assert value.untyped_storage().nbytes() == value.numel() * value.element_size()
+    assert "param_groups" not in state["optimizer"]
+    file = io.BytesIO()
+    torch.save(nn.Linear(400, 400).state_dict(), file)
+    alone = file.tell()
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(400, 400)
+            self.second = self.first
+
+    file = io.BytesIO()
+    torch.save(going_on(Wide, "SGD").state(), file)
+    assert file.tell() < 1.1 * alone
+
+
+def renamed() -> nn.Module:
+    return nn.ModuleDict({"a": nn.Linear(3, 4), "b": nn.Linear(4, 2)})
+
+
+def swapped() -> nn.Module:
+    return nn.ModuleDict({"b": nn.Linear(4, 2), "a": nn.Linear(3, 4)})
+
+
+def partly_frozen() -> nn.Module:
+    model = MODELS["plain"]()
+    model[0].weight.requires_grad_(False)  # type: ignore[index, union-attr]
+    return model
+
+
+OTHER_MODELS: list[tuple[str, Callable[[], nn.Module], Callable[[], nn.Module], str]] = [
+    (
+        "shape",
+        MODELS["plain"],
+        lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)),
+        "1.weight is float32 [2, 4] there and float32 [3, 4] here",
+    ),
+    (
+        "dtype",
+        MODELS["plain"],
+        lambda: MODELS["plain"]().double(),
+        "0.weight is float32 [4, 3] there and float64 [4, 3] here",
+    ),
+    (
+        "more layers",
+        MODELS["plain"],
+        lambda: nn.Sequential(*MODELS["plain"]().children(), nn.Linear(2, 2)),
+        "2.weight is nothing there and float32 [2, 2] here",
+    ),
+    (
+        "fewer layers",
+        MODELS["plain"],
+        lambda: nn.Sequential(nn.Linear(3, 4)),
+        "1.weight is float32 [2, 4] there and nothing here",
+    ),
+    ("names", MODELS["plain"], renamed, "a.weight is nothing there and float32 [4, 3] here"),
+    ("order", renamed, swapped, "it trains a.weight in the place of b.weight"),
+    ("frozen", MODELS["plain"], partly_frozen, "it trains 0.weight in the place of 0.bias"),
+    ("not frozen", partly_frozen, MODELS["plain"], "it trains 0.bias in the place of 0.weight"),
+]
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "difference"),
+    [pytest.param(*case, id=name) for name, *case in OTHER_MODELS],
+)
+def test_the_state_of_another_model_is_refused_and_nothing_is_changed(
+    there: Callable[[], nn.Module], here: Callable[[], nn.Module], difference: str
+) -> None:
+    other, own = going_on(there, "SGD", momentum=0.9), going_on(here, "SGD", momentum=0.9)
+    update(other, 1)
+    update(own, 2)
+    before = own.state()
+    with pytest.raises(CheckpointUnusable) as caught:
+        own.restore(other.state())
+    assert str(caught.value) == f"it is of another model: {difference}"
+    assert differs(own.state(), before) is None
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam"])
+def test_what_is_typed_anew_is_used_after_restoring(name: str) -> None:
+    first = going_on(MODELS["plain"], name, weight_decay=0.0)
+    update(first, 1)
+    anew = going_on(MODELS["plain"], name, lr=0.5, weight_decay=0.25)
+    anew.restore(from_file(first.state()))
+    plain = going_on(MODELS["plain"], name, weight_decay=0.0)
+    plain.restore(from_file(first.state()))
+    for group in plain._optimizer.param_groups:
+        group.update(lr=0.5, weight_decay=0.25)
+    for store in (anew, plain):
+        update(store, 2)
+    assert differs(anew.state(), plain.state()) is None
+    [group] = anew._optimizer.param_groups
+    assert (group["lr"], group["weight_decay"]) == (0.5, 0.25)
+
+
+def test_the_schedule_goes_on_from_the_update_that_was_reached() -> None:
+    def store_with_schedule() -> Store:
+        model = model_of(0.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        return Store(model, optimizer, lr_factor=lambda version: 0.5**version)
+
+    first, second = store_with_schedule(), store_with_schedule()
+    for _ in range(2):
+        first.apply(grads(1.0))
+    second.restore(from_file(first.state()))
+    second.apply(grads(1.0))
+    assert second.state_dict()["0"].tolist() == [-1.75, -1.75]
+
+
+def test_which_parameters_no_gradient_has_reached_is_kept() -> None:
+    first, second = store_of(1.0, 2.0, 3.0), store_of(0.0, 0.0, 0.0)
+    first.apply([None, torch.ones(2), None])
+    second.restore(from_file(first.state()))
+    assert second.untrained == {"0", "2"}
+
+
+class BreaksOff(torch.optim.SGD):
+    """Its second step changes the first parameter and no more."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        if self.steps == 2:
+            self.param_groups[0]["params"][0].add_(1.0)
+            raise RuntimeError("out of memory")
+        super().step(closure)
+
+
+def test_a_state_in_the_middle_of_an_update_is_refused() -> None:
+    model = model_of(1.0, 2.0)
+    store = Store(model, BreaksOff(model.parameters(), lr=1.0))
+    store.apply(grads(1.0, 1.0))
+    assert store.state()["version"] == 1
+    with pytest.raises(RuntimeError, match=r"^out of memory$"):
+        store.apply(grads(1.0, 1.0))
+    with pytest.raises(TrainingFailed, match=r"^the last update was broken off$"):
+        store.state()
+
+
+def test_a_state_is_refused_once_buffers_were_taken_in_part() -> None:
+    """Their order would be done again, although its gradient was applied."""
+    store = going_on(kinds_of_tensors, "SGD")
+    update(store, 1)
+    buffers = [buffer.clone() for buffer in store._model.buffers()]
+    with pytest.raises(RuntimeError):
+        store.take_buffers([*buffers[:-1], torch.zeros(5, dtype=torch.int64)])
+    with pytest.raises(TrainingFailed, match=r"^the last update was broken off$"):
+        store.state()
+
+
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")
+def test_a_sparse_buffer_is_part_of_the_state() -> None:
+    class Graph(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 2)
+            edges = torch.tensor([[0, 1], [1, 0]])
+            with torch.sparse.check_sparse_tensor_invariants(enable=False):
+                matrix = torch.sparse_coo_tensor(edges, torch.tensor([2.0, 3.0]), (2, 2))
+            self.register_buffer("adjacent", matrix.coalesce())
+
+    first, second = (Store(m, torch.optim.SGD(m.parameters(), lr=1.0)) for m in (Graph(), Graph()))
+    first.apply([torch.ones(2, 2), torch.ones(2)])
+    state = first.state()
+    first._model.adjacent.mul_(2)  # type: ignore[operator, union-attr]
+    assert state["model"]["adjacent"].to_dense().tolist() == [[0.0, 2.0], [3.0, 0.0]]
+    second.restore(from_file(state))
+    assert second.state_dict()["adjacent"].to_dense().tolist() == [[0.0, 2.0], [3.0, 0.0]]
+    assert torch.equal(second.state_dict()["weight"], state["model"]["weight"])

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ps.compute import Compute, OnTrainers
+from ps.errors import PsError
 from ps.flat import FlatModel, Mailbox, private_mailbox
 from ps.protocol import Order, Result, Service
 
@@ -31,7 +32,9 @@ def answer(service: Service, method: str, *args: Any) -> Any:
     try:
         return getattr(service, method)(*args)
     except Exception as error:
-        return _Raised(f"{type(error).__name__}: {error}", traceback.format_exc())
+        text = f"{type(error).__name__}: {error}"
+        service.broke(text, error.exit_code if isinstance(error, PsError) else 1)
+        return _Raised(text, traceback.format_exc())
 
 
 def value(method: str, answered: Any) -> Any:

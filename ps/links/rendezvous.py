@@ -56,14 +56,20 @@ class Rendezvous:
         )
         return bytes(self.store.get("announced")).decode()
 
-    def gather(self) -> None:
+    def gather(self, card: str = "") -> None:
         """Arrive, which is to have everything ready, and wait until every rank has.
+
+        card is what card_of() then gives to all.
 
         Raises:
             LaunchError: some did not within the bound; they are named.
         """
-        self.store.set(_arrived(self.topology.rank), "1")
+        self.store.set(_arrived(self.topology.rank), card)
         self._wait(self._missing, "to arrive", self._bound_s, REMIND_INTERVAL_S)
+
+    def card_of(self, rank: int) -> str:
+        """What that rank brought to gather(). Once all have gathered."""
+        return bytes(self.store.get(_arrived(rank))).decode()
 
     def _missing(self) -> list[int]:
         return [r for r in range(self.topology.world_size) if not self._has(_arrived(r))]

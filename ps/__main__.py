@@ -1,0 +1,124 @@
+"""The commands beside launch.py: `python -m ps doctor`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import asdict
+
+from ps import doctor, interruption
+from ps.config import Config, parse_args
+from ps.doctor import Finding
+from ps.errors import ConfigError, LaunchError
+
+PROGRAM = "python -m ps doctor"
+USAGE = f"{PROGRAM} [--json] [--world-size N] [options of launch.py]"
+DESCRIPTION = """\
+Looks at this machine as a run with these options would find it: system, cores, memory, disk,
+torch, GPUs, workload, data, and what earlier runs have left. Starts, fetches, ends and removes
+nothing. Every line says what was seen and, if that is not ok, what to do.
+"""
+EPILOG = f"""\
+every option of launch.py can be given, as for the run: python launch.py --help
+
+  {PROGRAM}
+  {PROGRAM} --world-size 4 --compute trainer --optimizer Adam
+  {PROGRAM} --workload my_module:my_function --json > doctor.json
+
+exit codes: 0 nothing failed (there may be warnings), 2 bad option, 3 something failed
+"""
+WORLD_SIZE = 3
+STATUS_WIDTH = len("warning")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit code."""
+    interruption.end_at_once()
+    if argv[:1] == ["doctor"]:
+        return _doctor(argv[1:])
+    if argv[:1] in (["-h"], ["--help"]):
+        print(f"usage: {USAGE}; more: {PROGRAM} --help")
+        return 0
+    seen = f", not {argv[0]!r}" if argv else ""
+    print(f"usage: {USAGE}{seen}; more: {PROGRAM} --help", file=sys.stderr)
+    return ConfigError.exit_code
+
+
+def _doctor(argv: Sequence[str]) -> int:
+    try:
+        as_json, world_size, config = _options(argv)
+    except (ConfigError, argparse.ArgumentError) as error:
+        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        return ConfigError.exit_code
+    with redirect_stdout(sys.stderr):  # what a plug-in prints does not belong to the answer
+        findings = doctor.all_checks(config, world_size)
+    print(_as_json(findings) if as_json else _as_text(findings))
+    return LaunchError.exit_code if doctor.worst(findings) == "failed" else 0
+
+
+def _options(argv: Sequence[str]) -> tuple[bool, int, Config]:
+    """--json, --world-size, and the options of launch.py. `--help` raises SystemExit(0)."""
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM,
+        usage=USAGE,
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        exit_on_error=False,
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object, for programs")
+    parser.add_argument(
+        "--world-size",
+        type=_world_size,
+        default=WORLD_SIZE,
+        metavar="N",
+        help=f"ranks of the run, --nproc_per_node of torchrun (default: {WORLD_SIZE}; at least 1)",
+    )
+    typed, others = parser.parse_known_args(argv)
+    return typed.json, typed.world_size, parse_args(others)
+
+
+def _world_size(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number, 1 or more, got {text!r}")
+    return int(text)
+
+
+def _as_json(findings: Sequence[Finding]) -> str:
+    checks = [asdict(finding) for finding in findings]
+    return json.dumps({"status": doctor.worst(findings), "checks": checks}, indent=2)
+
+
+def _as_text(findings: Sequence[Finding]) -> str:
+    width = max(len(finding.name) for finding in findings)
+    lines = [
+        f"{_word(finding):{STATUS_WIDTH}}  {finding.name:{width}}  {finding.text}"
+        for finding in findings
+    ]
+    return "\n".join([*lines, _summary(findings)])
+
+
+def _word(finding: Finding) -> str:
+    return "FAILED" if finding.status == "failed" else finding.status
+
+
+def _summary(findings: Sequence[Finding]) -> str:
+    statuses = [finding.status for finding in findings]
+    failed, warnings = statuses.count("failed"), statuses.count("warning")
+    counts = f"{len(findings)} checks, {failed} failed, {warnings} with a warning"
+    return f"{'NOT READY' if failed else 'ready'}: {counts}"
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if threading.active_count() > 1:
+        os._exit(code)  # a check hangs, or a plug-in left a thread: a normal exit may wait or abort
+    sys.exit(code)

@@ -1,0 +1,192 @@
+"""What a run leaves: its options at the start, and at the end the last checkpoint, the report, the
+trained weights and the last line."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ps import rundir
+from ps.checkpoint import Checkpointer, Checkpoints
+from ps.files import replacing
+from ps.health import Finding
+from ps.log import log
+from ps.parts import ServerParts
+from ps.preparation import Prepared
+from ps.processes import Peer
+from ps.server import Outcome
+from ps.topology import SERVER_RANK, Topology
+from ps.watch import ServerSide, Watch, stacks_path
+
+SAVE_BOUND_S = 25.0  # torchrun kills 30 s after its SIGTERM
+RUNNING = "running"
+
+
+class Ending:
+    """The server's side of the run directory."""
+
+    def __init__(self, job: ServerParts, topology: Topology, prepared: Prepared) -> None:
+        config = prepared.config
+        self.run_dir = prepared.run_dir
+        self.checkpointer = Checkpointer(
+            Checkpoints(self.run_dir.path, config.keep), job.state, config.checkpoint_interval_s
+        )
+        self.side: ServerSide | None = None
+        self._job = job
+        self._topology = topology
+        self._prepared = prepared
+        self._lock = threading.Lock()
+        self._outcome: Outcome | None = None  # under _lock
+
+    def begin(self) -> None:
+        """The job starts: from now on its folder says so, and it is saved."""
+        prepared = self._prepared
+        self.run_dir.write_options(prepared.config.to_json(inherited_only=True), prepared.job)
+        self.run_dir.write_report(self._head(RUNNING))
+        self.run_dir.publish()
+        self.checkpointer.start()
+
+    def watch_ranks(self, peers: Mapping[int, Peer], watch: Watch) -> None:
+        """All ranks have arrived: from now on the server looks at them."""
+        config, server = self._prepared.config, self._job.server
+        self.side = ServerSide(
+            server,
+            peers,
+            self._topology.rank,
+            self.run_dir.path,
+            stall_timeout_s=config.stall_timeout or None,
+            memory_limit_bytes=config.memory_limit_bytes,
+        )
+        server.explain = self.side.explain
+        watch.look_with(self.side.look, peers.values())
+
+    def finish(self) -> Outcome:
+        """Save and tell how it ended. Only once the job has; further calls change nothing."""
+        with self._lock:
+            if self._outcome is None:
+                self.checkpointer.close(SAVE_BOUND_S)
+                self._outcome = self._tell()
+                self._remove_empty_stacks()
+        return self._outcome
+
+    def _tell(self) -> Outcome:
+        job = self._job
+        outcome, numbers = job.server.result()
+        report = {
+            **self._head(outcome.status),
+            "exit_code": outcome.exit_code,
+            "cause": outcome.cause,
+            "failure": self._failure(outcome) if outcome.cause else None,
+            "checkpoint": str(self.checkpointer.last) if self.checkpointer.last else None,
+            **numbers,
+            "duration_s": time.monotonic() - self._prepared.started_at,
+        }
+        if outcome.status == "done":
+            with replacing(self.run_dir.path / "model.pt") as partial:
+                torch.save(job.store.state_dict(), partial)
+        path = self.run_dir.write_report(_finite(report))
+        if outcome.status == "done":
+            log.info(
+                "done: %d updates, %d samples in %.1f s (%.0f samples/s), test accuracy %.4f; "
+                "see %s",
+                numbers["updates"],
+                numbers["samples_trained"],
+                report["duration_s"],
+                numbers["samples_per_s"],
+                numbers["test_accuracy"],
+                path,
+            )
+        else:
+            log.error("%s: %s; see %s", outcome.status, outcome.cause, path)
+        return outcome
+
+    def _head(self, status: str) -> dict[str, Any]:
+        """What is known from the start."""
+        job, topology, config = self._job, self._topology, self._prepared.config
+        return {
+            "status": status,
+            "pid": os.getpid(),
+            "attempt": topology.restart_count,
+            "world_size": topology.world_size,
+            "compute": config.compute,
+            "staleness": config.staleness,
+            "workload": config.workload,
+            "epochs": config.epochs,
+            "threads": job.threads,
+            "lr": job.lr,
+            "resumed_from": str(job.resumed_from) if job.resumed_from else None,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        }
+
+    def _failure(self, outcome: Outcome) -> dict[str, Any]:
+        facts = self.side.facts(outcome.rank) if self.side else {}
+        return {
+            **_failure_of(outcome.rank, self.run_dir.path),
+            **self._job.server.circumstances(),
+            "process": facts,
+        }
+
+    def _remove_empty_stacks(self) -> None:
+        for rank in range(self._topology.world_size):
+            path = stacks_path(self.run_dir.path, rank)
+            if path.exists() and not path.stat().st_size:
+                path.unlink(missing_ok=True)
+
+
+def describe(finding: Finding) -> str:
+    """In one line."""
+    who = f"{'server' if finding.rank == SERVER_RANK else 'trainer'} rank {finding.rank}"
+    return f"lost {who}: {finding.text}" if finding.is_gone else f"{who}: {finding.text}"
+
+
+def report_without_server(
+    run_dir: Path, finding: Finding, cause: str, facts: Mapping[str, Any]
+) -> bool:
+    """For a trainer whose server cannot write the report any more; tells whether it did.
+
+    It does not if the server, or another trainer, has.
+    """
+    path = run_dir / rundir.REPORT
+    try:
+        report = json.loads(path.read_text())
+        if report["status"] != RUNNING:
+            return False
+        report |= {
+            "status": "failed",
+            "exit_code": finding.exit_code,
+            "cause": cause,
+            "failure": {**_failure_of(finding.rank, run_dir), "process": dict(facts)},
+        }
+        with replacing(path) as partial:
+            partial.write_text(json.dumps(_finite(report), indent=2, allow_nan=False) + "\n")
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return True
+
+
+def _failure_of(rank: int, run_dir: Path) -> dict[str, Any]:
+    stacks = stacks_path(run_dir, rank)
+    return {
+        "rank": rank,
+        "role": "server" if rank == SERVER_RANK else "trainer",
+        "stacks": str(stacks) if stacks.exists() and stacks.stat().st_size else None,
+    }
+
+
+def _finite(value: Any) -> Any:
+    """The value as JSON can hold it: without NaN and infinity, at any depth."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
