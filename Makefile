@@ -1,7 +1,8 @@
-# `make` prints the targets. WORLD, DATA_DIR, RUN_DIR and ARGS pass through.
+# `make` prints the targets. WORLD, DATA_DIR, RUN_DIR, RESTARTS and ARGS pass through.
 
 WORLD ?= 3
 DATA_DIR ?= data
+RESTARTS ?= 0
 ARGS ?=
 PYTHON ?= python3
 
@@ -22,20 +23,21 @@ LAUNCH = run_dir='$(RUN_DIR)'; before=; \
 		before="$$word"; \
 	done; \
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --local-addr=127.0.0.1 \
-	--nproc_per_node=$(1) --log-dir="$$run_dir/torchrun" launch.py --run-dir="$$run_dir"
+	--nproc_per_node=$(1) --max-restarts=$(RESTARTS) --log-dir="$$run_dir/torchrun" launch.py --run-dir="$$run_dir"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train smoke test test-fast fmt lint types check bench bench-quick clean
+.PHONY: help setup train smoke doctor test test-fast fmt lint types check bench bench-quick faults clean
 
 help: ## print this
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | awk -F '\t' '{printf "  make %-11s %s\n", $$1, $$2}'
 	@echo
 	@echo "  make train WORLD=4 ARGS=\"--optimizer Adam --lr 0.001\"   one server, three trainers"
+	@echo "  make train WORLD=3 RESTARTS=3                             goes on after a rank has died"
 	@echo "  make train WORLD=3 DATA_DIR=folder-with-MNIST-raw      python launch.py --help lists ARGS"
 
 setup: $(VENV)/.dev ## install everything into .venv
 
-train: $(VENV)/.run ## train: WORLD ranks, DATA_DIR, ARGS="options of launch.py"
+train: $(VENV)/.run ## train: WORLD ranks, DATA_DIR, RESTARTS, ARGS="options of launch.py"
 	@$(call LAUNCH,$(WORLD)) --data-dir='$(DATA_DIR)' $(ARGS)
 
 smoke: $(VENV)/.run ## train the generated digits at world size 2; fails below accuracy 0.90
@@ -61,11 +63,17 @@ types: $(VENV)/.dev ## check types
 
 check: lint types test-fast ## lint, types and fast tests
 
+doctor: $(VENV)/.run ## look at this machine as a run with ARGS would find it
+	@$(BIN)/python -m ps doctor --world-size $(WORLD) --data-dir '$(DATA_DIR)' $(ARGS)
+
 bench: $(VENV)/.run ## measure against loops, DDP, Hogwild, the tutorial, Ray; under 10 minutes
 	@$(BIN)/python -m benchmarks.bench
 
 bench-quick: $(VENV)/.run ## the same with fewer rounds; under 2 minutes
 	@$(BIN)/python -m benchmarks.bench --quick
+
+faults: $(VENV)/.run ## let every fault happen to real jobs, and see what becomes of them
+	@$(BIN)/python -m benchmarks.faults
 
 clean: ## remove .venv and caches; data and runs stay
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

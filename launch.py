@@ -14,9 +14,9 @@ import time
 import traceback
 from collections.abc import MutableMapping, Sequence
 
-from ps import gate, interruption, log, machine
+from ps import gate, interruption, log, machine, rundir
 from ps.config import parse_args
-from ps.errors import Interrupted, PsError
+from ps.errors import CheckpointUnusable, ConfigError, Interrupted, PsError
 from ps.preparation import prepare, ready_bound_s
 from ps.topology import Topology
 from ps.watch import Watch
@@ -30,6 +30,9 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
     interruption.end_at_once()
     rank = environ.get("RANK") or "0"
     log.configure("server" if rank == "0" else "trainer", rank)
+    error_file = environ.get("TORCHELASTIC_ERROR_FILE")
+    if (code := rundir.refused(error_file)) is not None:
+        return code  # an earlier attempt has said why, and another would say the same
     try:
         config = parse_args(argv)
         topology = Topology.from_environ(environ, argv)
@@ -52,6 +55,8 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
 
         return run_trainer(topology, config, watch)
     except PsError as error:
+        if isinstance(error, ConfigError | CheckpointUnusable):
+            rundir.refuse(error_file, error.exit_code)
         if rank != "0" and "TORCHELASTIC_RUN_ID" in environ:
             # Rank 0 sees the same, or is the cause: torchrun names the rank that exits first.
             time.sleep(HOLD_S)

@@ -10,6 +10,7 @@ import secrets
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,28 @@ def is_done(run_dir: Path) -> bool:
         return json.loads((run_dir / REPORT).read_text())["status"] == "done"  # type: ignore[no-any-return]
     except (OSError, ValueError, KeyError, TypeError):
         return False
+
+
+def refuse(error_file: str | None, exit_code: int) -> None:
+    """Leave it in torchrun's log of this job that no further attempt makes sense."""
+    if error_file is not None:
+        with suppress(OSError):
+            _refusal(error_file).write_text(str(exit_code))
+
+
+def refused(error_file: str | None) -> int | None:
+    """The exit code of an earlier attempt that refused."""
+    if error_file is None:
+        return None
+    try:
+        return int(_refusal(error_file).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _refusal(error_file: str) -> Path:
+    """Beside the folders of the attempts, of which each has one for each rank."""
+    return Path(error_file).absolute().parents[2] / "refused"
 
 
 def _try_to_write(path: Path) -> None:
