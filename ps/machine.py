@@ -8,9 +8,11 @@ import os
 import re
 import sys
 from collections.abc import MutableMapping
+from contextlib import suppress
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
 SPIN_COUNT = "100000"
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
@@ -19,24 +21,43 @@ _KEEP_BYTES = 1 << 30
 _OLD_GLIBC_LIMIT_BYTES = 1 << 25
 
 
-def usable_cores(cgroup: Path = CGROUP) -> int:
+def usable_cores(cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> int:
     """Cores this process may use: its affinity and its cgroup's quota, not the host's count."""
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:
         cores = os.cpu_count() or 1
-    quota = _quota_cores(cgroup)
+    folders = _cgroups("cpu", cgroup, membership)
+    quota = min((q for q in map(_quota_cores, folders) if q), default=None)
     return max(1, min(cores, math.ceil(quota))) if quota else cores
 
 
-def _quota_cores(cgroup: Path) -> float | None:
-    """The CPU quota of cgroup version 2, else version 1, in cores; None without one."""
+def _cgroups(controller: str, cgroup: Path, membership: Path) -> list[Path]:
+    """The folders of this process's cgroups of either version, and of those around them."""
+    places = [(cgroup, "/"), (cgroup / controller, "/")]
+    with suppress(OSError):
+        for line in membership.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                places += [(cgroup, path), (cgroup / "unified", path)]
+            elif controller in controllers.split(","):
+                places.append((cgroup / controller, path))
+    found: dict[Path, None] = {}
+    for mount, path in places:
+        own = mount / path.lstrip("/")
+        around = [folder for folder in own.parents if folder.is_relative_to(mount)]
+        found |= dict.fromkeys([own, *around])
+    return [folder for folder in found if folder.is_dir()]
+
+
+def _quota_cores(folder: Path) -> float | None:
+    """The CPU quota of a cgroup of version 2 or 1, in cores; None without one."""
     try:
-        quota, period = (cgroup / "cpu.max").read_text().split()
+        quota, period = (folder / "cpu.max").read_text().split()
     except (OSError, ValueError):
         try:
-            quota = (cgroup / "cpu" / "cpu.cfs_quota_us").read_text().strip()
-            period = (cgroup / "cpu" / "cpu.cfs_period_us").read_text().strip()
+            quota = (folder / "cpu.cfs_quota_us").read_text().strip()
+            period = (folder / "cpu.cfs_period_us").read_text().strip()
         except OSError:
             return None
     if quota in ("max", "-1"):
@@ -44,23 +65,27 @@ def _quota_cores(cgroup: Path) -> float | None:
     return int(quota) / int(period)
 
 
-def available_memory_bytes(cgroup: Path = CGROUP, meminfo: Path = Path("/proc/meminfo")) -> int:
+def available_memory_bytes(
+    cgroup: Path = CGROUP,
+    meminfo: Path = Path("/proc/meminfo"),
+    membership: Path = MEMBERSHIP,
+) -> int:
     """Memory that can still be taken: what the host has left, or this cgroup if that is less.
 
     File cache does not count as taken: it gives way.
     """
     available = [_host_available_bytes(meminfo)]
-    for limit, current, stat in (
-        ("memory.max", "memory.current", "memory.stat"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
-    ):
-        try:
-            used = int((cgroup / current).read_text())
-            available.append(
-                int((cgroup / limit).read_text()) - used + _cached_bytes(cgroup / stat)
-            )
-        except (OSError, ValueError):
-            continue  # no such cgroup version, or no limit
+    for folder in _cgroups("memory", cgroup, membership):
+        for limit, current in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            try:
+                used = int((folder / current).read_text())
+                left = int((folder / limit).read_text()) - used
+                available.append(left + _cached_bytes(folder / "memory.stat"))
+            except (OSError, ValueError):
+                continue  # of the other version, or without a limit
     return max(0, min(available))
 
 

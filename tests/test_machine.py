@@ -64,9 +64,46 @@ def test_a_version_1_quota_limits_the_cores_rounded_up(
     assert usable_cores(version_1(tmp_path, quota, "100000\n")) == cores
 
 
-def test_version_2_is_asked_before_version_1(tmp_path: Path) -> None:
-    version_1(tmp_path, "100000\n", "100000\n")
-    assert usable_cores(version_2(tmp_path, "400000 100000\n")) == 4
+@pytest.mark.parametrize(("one", "two"), [("300000", "400000"), ("400000", "300000")])
+def test_the_tighter_quota_of_both_versions_decides(tmp_path: Path, one: str, two: str) -> None:
+    version_1(tmp_path, f"{one}\n", "100000\n")
+    assert usable_cores(version_2(tmp_path, f"{two} 100000\n")) == 3
+
+
+@pytest.mark.parametrize(
+    ("membership", "own"),
+    [
+        ("0::/a/b\n", "a/b"),
+        ("0::/a/b\n", "a"),
+        ("0::/a/b\n", "unified/a/b"),
+        ("3:cpuset:/x\n4:cpuacct,cpu:/a/b\n0::/\n", "cpu/a/b"),
+        ("4:cpu:/a/b\n0::/\n", "cpu/a"),
+    ],
+)
+def test_the_cgroup_this_process_is_in_counts_and_those_around_it(
+    tmp_path: Path, membership: str, own: str
+) -> None:
+    (tmp_path / "membership").write_text(membership)
+    (tmp_path / "cgroup" / own).mkdir(parents=True)
+    version_2(tmp_path / "cgroup" / own, "300000 100000\n")
+    assert usable_cores(tmp_path / "cgroup", tmp_path / "membership") == 3
+
+
+def test_the_cgroup_of_another_controller_does_not_count(tmp_path: Path) -> None:
+    (tmp_path / "membership").write_text("3:cpuset:/a\n")
+    (tmp_path / "cgroup" / "cpu" / "a").mkdir(parents=True)
+    version_2(tmp_path / "cgroup" / "cpu" / "a", "300000 100000\n")
+    assert usable_cores(tmp_path / "cgroup", tmp_path / "membership") == 8
+
+
+def test_memory_is_limited_by_the_cgroup_this_process_is_in(tmp_path: Path) -> None:
+    (tmp_path / "membership").write_text("7:blkio:/\n4:memory:/a/b\n0::/\n")
+    folder = tmp_path / "cgroup" / "memory" / "a" / "b"
+    folder.mkdir(parents=True)
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    memory_files(folder, names, str(4 * GIB), 3 * GIB, None)
+    host = meminfo(tmp_path, 60 * GIB)
+    assert available_memory_bytes(tmp_path / "cgroup", host, tmp_path / "membership") == GIB
 
 
 def test_a_cpu_max_that_says_nothing_leaves_the_question_to_version_1(tmp_path: Path) -> None:
