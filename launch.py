@@ -55,7 +55,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
 
         return run_trainer(topology, config, watch)
     except PsError as error:
-        if isinstance(error, ConfigError | CheckpointUnusable):
+        if rank == "0" and isinstance(error, ConfigError | CheckpointUnusable):
             rundir.refuse(error_file, error.exit_code)
         if rank != "0" and "TORCHELASTIC_RUN_ID" in environ:
             # Rank 0 sees the same, or is the cause: torchrun names the rank that exits first.

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 ROOT = Path(__file__).resolve().parents[1]
+BARE = "benchmarks/bare.py"
 MNIST_FOLDERS = (ROOT / "data", ROOT.parent / "shared" / "mnist")
 
 
@@ -74,13 +76,18 @@ class Job:
         env: dict[str, str] | None = None,
         program: str = "launch.py",
         restarts: int = 0,
+        wrap: Sequence[str] = (),
+        before: Callable[[], None] | None = None,
     ) -> None:
         """restarts is how often torchrun starts all ranks again after a failure.
 
-        A program other than launch.py gets the args alone, without --run-dir."""
+        A bare program gets the args alone, without --run-dir. wrap is a command that starts
+        another; before is called in the new process.
+        """
         self.run_dir = folder / "run"
-        options = ["--run-dir", str(self.run_dir)] if program == "launch.py" else []
+        options = [] if program == BARE else ["--run-dir", str(self.run_dir)]
         command = [
+            *wrap,
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
             *("--local-addr=127.0.0.1", f"--nproc_per_node={world_size}"),
             *(f"--max-restarts={restarts}", f"--log-dir={self.run_dir / 'torchrun'}"),
@@ -103,6 +110,7 @@ class Job:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            preexec_fn=before,
         )
         self._output: list[tuple[float, str]] = []
         self._seen = threading.Condition()
@@ -114,15 +122,29 @@ class Job:
         children = psutil.Process(self.process.pid).children()
         return {int(child.environ()["RANK"]): child for child in children}
 
-    def wait_for(self, part: str, bound_s: float = 60.0) -> None:
-        """Block until a line holds `part`."""
+    def now(self) -> float:
+        """Seconds since the start, as those of the lines."""
+        return time.monotonic() - self.started_at
+
+    def wait_for(
+        self, part: str, bound_s: float = 60.0, *, count: int = 1, after_s: float = 0.0
+    ) -> None:
+        """Block until `count` lines that came later than after_s hold `part`."""
         with self._seen:
             found = self._seen.wait_for(
-                lambda: any(part in line for _, line in self._output), timeout=bound_s
+                lambda: len(self._times_of(part, after_s)) >= count, timeout=bound_s
             )
         if not found:
             self.kill()
         assert found, f"no line with {part!r}:\n" + "\n".join(line for _, line in self._output)
+
+    def time_of(self, part: str, after_s: float = 0.0) -> float:
+        """When the first line that holds `part` came, of those later than after_s."""
+        with self._seen:
+            return self._times_of(part, after_s)[0]
+
+    def _times_of(self, part: str, after_s: float) -> list[float]:
+        return [time_s for time_s, line in self._output if part in line and time_s > after_s]
 
     def send(self, number: signal.Signals) -> None:
         self.process.send_signal(number)

@@ -73,3 +73,72 @@ def sleeping(config: Config) -> Workload:
         loss=loss,
         correct=lambda outputs, targets: 0,
     )
+
+
+EVALUATING = "a slice is being evaluated"
+SPOILED = 777
+"""The sample that is not a number, or whose gradient is infinite."""
+
+
+def steady(config: Config) -> Workload:
+    """The small perceptron, with an evaluation that says that it runs and takes a while."""
+    workload = small_perceptron(config)
+
+    def correct(outputs: Tensor, targets: Tensor) -> int:
+        if len(targets) > 1:  # one is the check of the plug-in
+            print(f"{EVALUATING}, rank {os.environ.get('RANK')}", flush=True)
+            time.sleep(0.5)
+        return workload.correct(outputs, targets)
+
+    return replace(workload, correct=correct)
+
+
+def other_model(config: Config) -> Workload:
+    """The small perceptron with one layer more."""
+    return replace(
+        small_perceptron(config),
+        model=lambda: nn.Sequential(*_perceptron()[:-1], nn.Linear(10, 10), nn.LogSoftmax(dim=1)),
+    )
+
+
+class _Spoiled:
+    """A data set of which one sample is not a number."""
+
+    def __init__(self, samples: Samples) -> None:
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, target = self._samples[index]
+        return (inputs * float("nan") if index == SPOILED else inputs), target
+
+
+def nan_in_the_data(config: Config) -> Workload:
+    workload = small_perceptron(config)
+    return replace(workload, train=_Spoiled(workload.train))
+
+
+class _Infinite(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, loss: Tensor) -> Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * float("inf")
+
+
+def infinite_gradient(config: Config) -> Workload:
+    """A gradient is infinite in the fifth batch of rank 1, at a loss that is finite."""
+    workload, calls = small_perceptron(config), 0
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        nonlocal calls
+        value = workload.loss(outputs, targets)
+        calls += os.environ.get("RANK") == "1" and outputs.requires_grad
+        spoil = calls == 5 and outputs.requires_grad
+        return _Infinite.apply(value) if spoil else value  # type: ignore[no-any-return]
+
+    return replace(workload, loss=loss)

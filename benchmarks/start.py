@@ -11,7 +11,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from benchmarks.jobs import Job, mnist_folder
+from benchmarks.jobs import BARE, Job, mnist_folder
 
 
 def main() -> None:
@@ -31,7 +31,7 @@ def main() -> None:
 def bare_s(world_size: int) -> float:
     """From the start of torchrun to its end."""
     with tempfile.TemporaryDirectory() as folder:
-        job = Job(Path(folder), world_size=world_size, program="benchmarks/bare.py")
+        job = Job(Path(folder), world_size=world_size, program=BARE)
         done = job.wait()
     assert done.exit_code == 0, done.text
     return done.duration_s

@@ -79,8 +79,10 @@ class Ending:
         return self._outcome
 
     def _tell(self) -> Outcome:
-        job = self._job
-        outcome, numbers = job.server.result()
+        outcome, numbers = self._job.server.result()
+        if outcome.status == "done" and (error := self._write_model()):
+            cause = f"trained to the end, but model.pt could not be written: {error}"
+            outcome = Outcome("failed", 1, cause)
         report = {
             **self._head(outcome.status),
             "exit_code": outcome.exit_code,
@@ -90,24 +92,33 @@ class Ending:
             **numbers,
             "duration_s": time.monotonic() - self._prepared.started_at,
         }
-        if outcome.status == "done":
-            with replacing(self.run_dir.path / "model.pt") as partial:
-                torch.save(job.store.state_dict(), partial)
-        path = self.run_dir.write_report(_finite(report))
+        try:
+            seen = f"see {self.run_dir.write_report(_finite(report))}"
+        except OSError as error:
+            seen = f"the report could not be written: {error.strerror}"
         if outcome.status == "done":
             log.info(
-                "done: %d updates, %d samples in %.1f s (%.0f samples/s), test accuracy %.4f; "
-                "see %s",
+                "done: %d updates, %d samples in %.1f s (%.0f samples/s), test accuracy %.4f; %s",
                 numbers["updates"],
                 numbers["samples_trained"],
                 report["duration_s"],
                 numbers["samples_per_s"],
                 numbers["test_accuracy"],
-                path,
+                seen,
             )
         else:
-            log.error("%s: %s; see %s", outcome.status, outcome.cause, path)
+            log.error("%s: %s; %s", outcome.status, outcome.cause, seen)
         return outcome
+
+    def _write_model(self) -> str | None:
+        """What kept it from being written, if anything did."""
+        try:
+            self.run_dir.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with replacing(self.run_dir.path / "model.pt") as partial:
+                torch.save(self._job.store.state_dict(), partial)
+        except (OSError, RuntimeError) as error:  # RuntimeError: from torch's writer
+            return getattr(error, "strerror", None) or str(error).splitlines()[0]
+        return None
 
     def _head(self, status: str) -> dict[str, Any]:
         """What is known from the start."""

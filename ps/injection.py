@@ -85,7 +85,7 @@ class _Faulty:
         self._slow = slow
 
     def do(self, order: Train | Evaluate) -> Result:
-        if isinstance(order, Train) and order.weights is not None:
+        if order.weights is not None:
             self._at_update(order.weights.version)
         start = time.monotonic()
         result = self._worker.do(order)

@@ -91,9 +91,7 @@ class RunDirectory:
             log.warning("%s does not point to this run: %s", PARENT / LATEST, error.strerror)
 
     def write_options(self, options: Mapping[str, object], job: str | None) -> None:
-        """Write config.json, for options_of() and job_of(). The run is not done, or no more."""
-        if is_done(self.path):
-            (self.path / REPORT).unlink()
+        """Write config.json, for options_of() and job_of()."""
         self._write(OPTIONS, {"job": job, "options": options})
 
     def write_report(self, report: Mapping[str, object]) -> Path:

@@ -191,10 +191,12 @@ class ParameterServer:
 
     def lost(self, trainer: int, how: str) -> None:
         """See protocol.Service."""
+        gone = Finding(trainer, how, PeerLost.exit_code, is_gone=True)
         if trainer in self._present:
-            self.found(
-                self.explain(trainer) or Finding(trainer, how, PeerLost.exit_code, is_gone=True)
-            )
+            reason = self.explain(trainer) or gone
+            self.found(reason)
+            if reason.rank != trainer:
+                self.found(gone)
 
     def found(self, finding: Finding) -> None:
         """See watch.Watched."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from ps import health, machine
-from ps.errors import Orphaned
+from ps.errors import Orphaned, Stalled
 from ps.health import Finding, Look, Memory, Progress
 from ps.log import log
 from ps.processes import Peer, Reading
@@ -171,6 +171,8 @@ class ServerSide:
 
     def look(self) -> None:
         """Read, judge, tell the server, write down."""
+        if standstill := self._standstill():
+            self._server.found(standstill)
         progress = self._server.progress()
         ranks = {self._rank, *progress}
         readings = {rank: self._peers[rank].read() for rank in sorted(ranks)}
@@ -195,6 +197,8 @@ class ServerSide:
         If it was told to end, this rank is probably told too: that is the cause then, and comes
         first if it comes in that time.
         """
+        if standstill := self._standstill():
+            return standstill
         peer = self._peers.get(trainer)
         until = time.monotonic() + END_BOUND_S
         while peer is not None and time.monotonic() < until:
@@ -206,11 +210,22 @@ class ServerSide:
 
     def lost_before(self) -> Finding | None:
         """The loss of a rank that was not told to end, if any: for when this one is told."""
+        if standstill := self._standstill():
+            return standstill
         for rank in self._server.progress():
             reading = self._peers[rank].read()
             if not reading.is_alive and not reading.was_told_to_end:
                 return health.loss_of(rank, reading)
         return None
+
+    def _standstill(self) -> Finding | None:
+        """Whether this process itself could not run: then the others have left for that."""
+        if self._before is None or self._stall_timeout_s is None:
+            return None
+        for_s = time.monotonic() - self._before.at
+        if for_s < self._stall_timeout_s:
+            return None
+        return Finding(self._rank, f"it stood still for {for_s:.0f} s", Stalled.exit_code)
 
     def facts(self, rank: int) -> dict[str, object]:
         """What was seen last of a rank, alive and now."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from ps.config import Config
-from ps.errors import ConfigError
+from ps.errors import ConfigError, PsError
 
 
 class Samples(Protocol):
@@ -86,7 +86,7 @@ def load_plug_in(text: str, config: Config) -> Workload:
     try:
         build = getattr(importlib.import_module(module_name), function_name)
         workload = build(config)
-    except ConfigError:
+    except PsError:
         raise
     except Exception as error:
         raise ConfigError(f"--workload {text}: {type(error).__name__}: {error}") from error

@@ -554,13 +554,24 @@ def test_a_state_does_not_change_with_what_is_done_later() -> None:
 
 def test_the_state_is_the_same_whoever_holds_what() -> None:
     """So that nothing seems to have changed when trainers only leave."""
-    orders = Orders(plan_of(train=20, batch=2, test=12, slice=2))
+    orders = Orders(plan_of(train=20, batch=2))
     for trainer in (1, 2, 3):
         take(orders, trainer)
     orders.promise((2, 1, 3), 2)
     finish_first(orders, 2)
+    assert_the_same_when_all_leave(orders, (3, 1, 2))
+    orders = Orders(plan_of(train=2, batch=2, test=12, slice=2))
+    take(orders, 1)
+    finish_first(orders, 1)
+    for trainer in (1, 2, 3):
+        take(orders, trainer)
+    finish_first(orders, 2)
+    assert_the_same_when_all_leave(orders, (1, 3))
+
+
+def assert_the_same_when_all_leave(orders: Orders, trainers: Sequence[int]) -> None:
     state = orders.state()
-    for trainer in (3, 1, 2):
+    for trainer in trainers:
         orders.leave(trainer)
         assert orders.state() == state
 

@@ -235,7 +235,7 @@ def test_auto_starts_anew_where_there_is_nothing_to_go_on_from(there: str, said:
     assert made.config == Config(workload="digits", resume="auto")
 
 
-@pytest.mark.parametrize("status", ["interrupted", "failed", None])
+@pytest.mark.parametrize("status", ["interrupted", "failed", "running", None])
 def test_auto_goes_on_from_the_latest_run_that_is_not_done(
     status: str | None, said: list[str]
 ) -> None:
@@ -366,13 +366,3 @@ def test_a_later_attempt_trains_the_workload_that_auto_stood_for(
         patch.setattr(catalogue, "resolve", lambda config: "digits")
         own_attempt(*argv, checkpoints=1)
     assert prepared(*argv, attempt=1).config.workload == "digits"
-
-
-def test_a_run_that_was_done_and_goes_on_is_one_to_go_on_from() -> None:
-    """Killed in its further epochs, it has an older report that says done."""
-    done = left(status="done")
-    made = prepared("--resume", "runs/latest", "--epochs", "9")
-    made.run_dir.write_options(made.config.to_json(inherited_only=True), made.job)
-    again = prepared("--resume", "auto")
-    assert same(again.resume_from, done)
-    assert again.config.epochs == 9

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.jobs import Done, Job
 from ps.checkpoint import Checkpoints, read
-from ps.rundir import has_checkpoints
+from ps.rundir import has_checkpoints, is_done
 from tests.helpers import COMPUTE, assert_equal, until
 from tests.test_job import assert_ended
 
@@ -22,7 +22,10 @@ EPOCHS = 50
 SAMPLES = EPOCHS * 400
 UPDATES = EPOCHS * 25
 """Of two trainers in step, with batches of 8."""
-PLAIN = ("--workload", "tests.plugins:plain", "--batch-size", "8", "--epochs", str(EPOCHS))
+PLAIN = (
+    *("--workload", "tests.plugins:plain", "--batch-size", "8", "--epochs", str(EPOCHS)),
+    *("--threads", "1"),
+)
 IN_STEP = (*PLAIN, "--staleness", "0", "--momentum", "0.9", "--lr-schedule", "linear")
 
 Run = Callable[[str], Done]
@@ -122,15 +125,17 @@ def test_further_epochs_of_a_job_that_is_done_are_trained_alone(
 ) -> None:
     whole = uninterrupted("trainer")
     shutil.copytree(whole.run_dir, tmp_path / "run", ignore=shutil.ignore_patterns("torchrun"))
-    job = Job(tmp_path, "--resume", str(tmp_path / "run"), "--epochs", str(EPOCHS + 2))
+    job = Job(tmp_path, "--resume", str(tmp_path / "run"), "--epochs", str(EPOCHS + 20))
+    job.wait_for("going on from")
+    assert not is_done(job.run_dir)  # if it is killed now, --resume auto goes on from here
     done = job.wait()
     assert done.exit_code == 0, done.text
-    assert f"after {UPDATES} of {UPDATES + 50} updates" in done.text
+    assert f"after {UPDATES} of {UPDATES + 500} updates" in done.text
     report = done.report
-    assert (report["status"], report["updates"]) == ("done", UPDATES + 50)
-    assert report["samples_trained"] == SAMPLES + 800
+    assert (report["status"], report["updates"]) == ("done", UPDATES + 500)
+    assert report["samples_trained"] == SAMPLES + 8000
     assert report["history"][:EPOCHS] == whole.report["history"]
-    assert len(report["history"]) == EPOCHS + 2
+    assert len(report["history"]) == EPOCHS + 20
 
 
 def test_one_process_is_stopped_and_goes_on_by_itself_in_its_folder(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from ps.errors import PeerLost
 from ps.flat import Layout
 from ps.links.channel import Address, Channel, Listener, Memory, dial
 from ps.log import log
@@ -49,14 +50,22 @@ class Shelf:
 
 
 def take_from(address: Address, timeout_s: float) -> None:
-    """From now on what workloads share comes from the shelf; what is not there is made here."""
+    """From now on what workloads share comes from the shelf; what is not there is made here.
+
+    once_per_host() may then raise LaunchError or PeerLost.
+    """
 
     def take(name: str, make: Make) -> Sequence[Tensor]:
         channel = dial(address, timeout_s)
-        channel.send(name)
-        layout: Layout | None = channel.receive()
-        memory = channel.receive_memory() if layout else None
-        channel.close()
+        try:
+            channel.send(name)
+            layout: Layout | None = channel.receive()
+            memory = channel.receive_memory() if layout else None
+        except (OSError, EOFError, RuntimeError) as error:
+            what = str(error) or type(error).__name__
+            raise PeerLost(f"lost the server before the data came: {what}") from None
+        finally:
+            channel.close()
         if layout is None or memory is None:
             return make()
         tensors = layout.views(memory.bytes(private=True))
