@@ -170,7 +170,8 @@ class Checkpointer:
                 self._saved = mark
         except Exception as error:  # whatever it is, training goes on
             if not self._failing:
-                log.warning("no checkpoint could be saved, training goes on without: %s", error)
+                reason = (str(error) or type(error).__name__).splitlines()[0]
+                log.warning("no checkpoint could be saved, training goes on without: %s", reason)
             self._failing = True
             return
         if self._failing:

@@ -301,6 +301,11 @@ class Config:
         return None if every.isdigit() else float(every.removesuffix("s")) or None
 
     @property
+    def stall_timeout_s(self) -> float | None:
+        """--stall-timeout, None for never."""
+        return self.stall_timeout or None
+
+    @property
     def memory_limit_bytes(self) -> int | None:
         """--memory-limit in bytes, None without one."""
         found = re.fullmatch(

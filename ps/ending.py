@@ -63,7 +63,7 @@ class Ending:
             peers,
             self._topology.rank,
             self.run_dir.path,
-            stall_timeout_s=config.stall_timeout or None,
+            stall_timeout_s=config.stall_timeout_s,
             memory_limit_bytes=config.memory_limit_bytes,
         )
         server.explain = self.side.explain

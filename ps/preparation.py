@@ -65,7 +65,9 @@ def prepare(topology: Topology, config: Config, argv: Sequence[str] = ()) -> Pre
     if source is not None:
         config = parse_args(argv, rundir.options_of(source))
     in_place = source is not None and config.run_dir is None
-    if again or in_place or (source is not None and source.resolve() == own.resolve()):
+    same = source is not None and source.resolve() == own.resolve()
+    begun = config.resume == AUTO and rundir.is_begun(own)  # and killed before its first checkpoint
+    if again or in_place or same or begun:
         run_dir = RunDirectory.reopen(source if in_place and source else own)
     else:
         run_dir = RunDirectory.create(own, topology.error_file)

@@ -78,6 +78,7 @@ def run_server(topology: Topology, prepared: Prepared, watch: Watch) -> int:
     try:
         interruption.raise_once()
         ending.begin()
+        _watch_stacks(watch, run_dir.path, topology.rank, config)
         _announce_plan(job, topology, config)
         try:
             if rendezvous is None or end is None:
@@ -142,7 +143,7 @@ def run_trainer(topology: Topology, config: Config, watch: Watch) -> int:
     torch.set_num_threads(threads_of(topology, config) if config.compute == "trainer" else 1)
     workload = catalogue.load(config.workload, config)
     make = TrainerParts(config, workload, Injection(config.faults, topology))
-    watch_stacks(watch, Path(announced["run_dir"]), topology.rank, config)
+    _watch_stacks(watch, Path(announced["run_dir"]), topology.rank, config)
     me = Identity.of(os.getpid())
     rendezvous.gather(json.dumps(asdict(me)))
     _watch_server(topology, config, Path(announced["run_dir"]), rendezvous, watch)
@@ -186,7 +187,7 @@ def _watch_server(
         Peer(Identity.of(os.getpid())),
         topology.rank,
         found,
-        stall_timeout_s=config.stall_timeout or None,
+        stall_timeout_s=config.stall_timeout_s,
         memory_limit_bytes=config.memory_limit_bytes,
     )
     watch.on_signal = lambda number: _end_by_signal(watch, number)
@@ -198,7 +199,7 @@ def _end_by_signal(watch: Watch, number: int) -> None:
     leave(128 + number)
 
 
-def watch_stacks(watch: Watch, run_dir: Path, rank: int, config: Config) -> None:
+def _watch_stacks(watch: Watch, run_dir: Path, rank: int, config: Config) -> None:
     """Where this process's stacks are written, when it is asked for them or cannot go on."""
     try:
         file = stacks_path(run_dir, rank).open("a")
@@ -206,8 +207,8 @@ def watch_stacks(watch: Watch, run_dir: Path, rank: int, config: Config) -> None
         log.debug("no stacks will be written: %s", error.strerror)
         return
     interruption.show_stacks_to(file)
-    if config.stall_timeout:
-        watch.guard(file, config.stall_timeout + GIL_GRACE_S)
+    if config.stall_timeout_s is not None:
+        watch.guard(file, config.stall_timeout_s + GIL_GRACE_S)
 
 
 def _train_alone(

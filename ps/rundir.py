@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ps.errors import CheckpointUnusable, ConfigError
-from ps.files import make_directories, remove_empty, replacing
+from ps.files import make_directories, remove_empty, replacing, sync_directory
 from ps.log import log
 
 PARENT = Path("runs")
@@ -101,8 +101,11 @@ class RunDirectory:
     def _write(self, name: str, content: Mapping[str, object]) -> Path:
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may have removed it
         path = self.path / name
-        with replacing(path) as partial:
-            partial.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
+        with replacing(path) as partial, partial.open("w") as file:
+            file.write(json.dumps(content, indent=2, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        sync_directory(self.path)
         return path
 
 
@@ -154,6 +157,11 @@ def job_of(run_dir: Path) -> str | None:
         return json.loads((run_dir / OPTIONS).read_text())["job"]  # type: ignore[no-any-return]
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def is_begun(run_dir: Path) -> bool:
+    """Whether a run has begun there, and has not done all that it was to do."""
+    return (run_dir / OPTIONS).exists() and not is_done(run_dir)
 
 
 def is_done(run_dir: Path) -> bool:

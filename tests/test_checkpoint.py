@@ -685,18 +685,27 @@ def test_closing_tells_that_the_last_state_could_not_be_saved(
     assert checkpointer.last == checkpoints.paths()[0]
 
 
-@pytest.mark.parametrize("error", [TrainingFailed("broken off"), MemoryError("copying")])
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (TrainingFailed("broken off"), "broken off"),
+        (MemoryError(), "MemoryError"),
+        (RuntimeError("not enough memory\nin a function of torch"), "not enough memory"),
+    ],
+    ids=["ours", "without words", "of torch"],
+)
 def test_without_a_state_nothing_is_saved_and_the_thread_lives_on(
     checkpointer: Checkpointer,
     checkpoints: Recorded,
     training: Training,
     said: list[str],
     error: Exception,
+    reason: str,
 ) -> None:
     training.error = error
     checkpointer.due()
     until(lambda: len(said) == 1, BOUND_S)
-    assert said == [f"no checkpoint could be saved, training goes on without: {error}"]
+    assert said == [f"no checkpoint could be saved, training goes on without: {reason}"]
     training.error, training.version = None, 3
     checkpointer.due()
     until(lambda: checkpoints.versions == [3], BOUND_S)

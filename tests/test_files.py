@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from ps.files import make_directories, remove_empty, replacing
+from ps.files import make_directories, remove_empty, replacing, sync_directory
 
 
 def names_in(folder: Path) -> list[str]:
@@ -140,3 +141,24 @@ def test_taking_back_twice_is_harmless(tmp_path: Path) -> None:
     remove_empty(created)
     remove_empty(created)
     assert names_in(tmp_path) == []
+
+
+def failing_with(number: int) -> Callable[[int], None]:
+    def fsync(handle: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fsync
+
+
+def test_a_folder_is_synced_where_its_file_system_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync_directory(tmp_path)
+    for number in (errno.EINVAL, errno.ENOTSUP):
+        monkeypatch.setattr(os, "fsync", failing_with(number))
+        sync_directory(tmp_path)
+    monkeypatch.setattr(os, "fsync", failing_with(errno.EIO))
+    with pytest.raises(OSError, match="Input/output error"):
+        sync_directory(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        sync_directory(tmp_path / "none")

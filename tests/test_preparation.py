@@ -272,6 +272,28 @@ def test_auto_with_a_folder_elsewhere_does_not_look_into_runs() -> None:
     assert (made.run_dir.path, made.resume_from) == (Path("elsewhere/run"), None)
 
 
+@pytest.mark.parametrize("where", ["runs/mine", "elsewhere/mine"])
+@pytest.mark.parametrize("status", ["running", "failed", None])
+def test_auto_starts_anew_in_its_folder_if_that_run_was_killed_before_its_first_checkpoint(
+    where: str, status: str | None, said: list[str]
+) -> None:
+    """So that one and the same command may be typed again and again."""
+    argv = ("--workload", "digits", "--resume", "auto", "--run-dir", where)
+    left(*argv, "--epochs", "5", checkpoints=0, status=status)
+    said.clear()
+    made = prepared(*argv)
+    assert said == [STARTING_ANEW]
+    assert (made.run_dir.path, made.resume_from) == (Path(where), None)
+    assert made.config.epochs == 1
+
+
+def test_auto_leaves_a_folder_alone_in_which_no_run_has_begun() -> None:
+    Path("elsewhere").mkdir()
+    Path("elsewhere/precious").touch()
+    message = refused("--resume", "auto", "--run-dir", "elsewhere")
+    assert message.startswith("--run-dir elsewhere is not empty (it holds precious); ")
+
+
 def test_auto_leaves_the_folder_of_a_run_that_is_done_alone() -> None:
     left("--run-dir", "elsewhere/run", status="done")
     message = refused("--resume", "auto", "--run-dir", "elsewhere/run")

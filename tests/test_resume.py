@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.jobs import Done, Job
 from ps.checkpoint import Checkpoints, read
-from ps.rundir import has_checkpoints, is_done
+from ps.rundir import checkpoints_in, has_checkpoints, is_done
 from tests.helpers import COMPUTE, assert_equal, until
 from tests.test_job import assert_ended
 
@@ -173,4 +173,5 @@ def test_after_a_killed_rank_torchrun_starts_all_again_and_they_go_on(
     assert [record["updates"] for record in report["history"]] == [*range(50, 2 * UPDATES + 1, 50)]
     resumed_from = Path(report["resumed_from"])
     assert resumed_from.parent == done.run_dir / "checkpoints"
+    assert len(checkpoints_in(done.run_dir)) == 2
     assert int(resumed_from.name.split("-")[2]) >= (250 if rank else 50)

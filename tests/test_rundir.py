@@ -22,6 +22,7 @@ from ps.rundir import (
     checkpoints_in,
     generated,
     has_checkpoints,
+    is_begun,
     is_done,
     job_of,
     options_of,
@@ -267,6 +268,26 @@ def test_the_options_and_the_job_of_a_run_are_read_back() -> None:
     assert (options_of(Path("run")), job_of(Path("run"))) == ({"epochs": 4}, None)
 
 
+def test_options_and_report_are_on_the_disk_before_they_have_their_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a checkpoint is, which is of no use without the options."""
+    if not Path("/proc/self/fd").exists():
+        pytest.skip("no /proc here")
+    synced: list[tuple[str, list[str]]] = []
+    fsync = os.fsync
+
+    def watched(handle: int) -> None:
+        synced.append((Path(os.readlink(f"/proc/self/fd/{handle}")).name, names_in("run")))
+        fsync(handle)
+
+    run_dir = RunDirectory.create(Path("run"), None)
+    monkeypatch.setattr(os, "fsync", watched)
+    run_dir.write_options({"epochs": 3}, None)
+    partial = ".config.json.partial"
+    assert synced == [(partial, [partial]), ("run", ["config.json"])]
+
+
 def test_a_run_whose_folder_somebody_removed_writes_all_the_same() -> None:
     run_dir = RunDirectory.create(Path("a/run"), None)
     Path("a/run").rmdir()
@@ -312,9 +333,11 @@ def test_a_run_is_done_when_its_report_says_so() -> None:
     assert not is_done(Path("run"))
     run_dir = RunDirectory.create(Path("run"), None)
     assert not is_done(Path("run"))
+    assert not is_begun(Path("run"))
+    run_dir.write_options({}, None)
     for status, done in (("running", False), ("done", True), ("failed", False)):
         run_dir.write_report({"status": status})
-        assert is_done(Path("run")) is done
+        assert (is_done(Path("run")), is_begun(Path("run"))) == (done, not done)
     for damaged in ("", "{", "[]", "{}", "3", '"done"'):
         Path("run/report.json").write_text(damaged)
         assert not is_done(Path("run"))
