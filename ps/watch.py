@@ -199,14 +199,13 @@ class ServerSide:
         """
         if standstill := self._standstill():
             return standstill
-        peer = self._peers.get(trainer)
+        peer = self._peers[trainer]
         until = time.monotonic() + END_BOUND_S
-        while peer is not None and time.monotonic() < until:
-            reading = peer.read()
-            if not reading.is_alive and not reading.was_told_to_end:
-                break
+        reading = peer.read()
+        while (reading.is_alive or reading.was_told_to_end) and time.monotonic() < until:
             time.sleep(0.01)
-        return None if peer is None or reading.is_alive else health.loss_of(trainer, reading)
+            reading = peer.read()
+        return None if reading.is_alive else health.loss_of(trainer, reading)
 
     def lost_before(self) -> Finding | None:
         """The loss of a rank that was not told to end, if any: for when this one is told."""

@@ -19,7 +19,9 @@ def make(*args: str) -> str:
 
 def test_make_alone_prints_every_target() -> None:
     text = make()
-    for target in ("train", "smoke", "test", "test-fast", "check", "bench", "clean"):
+    for target in (
+        *("train", "smoke", "doctor", "test", "test-fast", "check", "bench", "faults", "clean"),
+    ):
         assert f"make {target} " in text
 
 
@@ -28,6 +30,16 @@ def test_train_passes_world_data_and_args_through() -> None:
     assert "--standalone --local-addr=127.0.0.1" in text
     assert "--nproc_per_node=5" in text
     assert "--data-dir='/my data' --lr 0.5 --epochs 2" in text
+
+
+def test_restarts_are_torchruns_and_none_without_being_asked_for() -> None:
+    assert "--max-restarts=3 " in make("-n", "train", "RESTARTS=3")
+    assert "--max-restarts=0 " in make("-n", "train")
+
+
+def test_the_doctor_looks_with_the_options_of_the_run() -> None:
+    text = make("-n", "doctor", "WORLD=5", "DATA_DIR=/my data", "ARGS=--compute trainer")
+    assert "-m ps doctor --world-size 5 --data-dir '/my data' --compute trainer" in text
 
 
 @pytest.mark.parametrize(

@@ -350,10 +350,10 @@ def put_checkpoints(folder: str, *names: str) -> None:
 
 
 def test_the_checkpoints_of_a_run_are_listed_oldest_first() -> None:
-    names = [f"{number}-update-1-0123456789abcdef.pt" for number in ("000009", "000010", "1000000")]
+    names = [f"{number}-update-1-0123456789abcdef.pt" for number in ("000009", "999999", "1000000")]
     put_checkpoints("run", *names[::-1])
     assert [path.name for path in checkpoints_in(Path("run"))] == names
-    assert [sequence_of(path) for path in checkpoints_in(Path("run"))] == [9, 10, 1_000_000]
+    assert [sequence_of(path) for path in checkpoints_in(Path("run"))] == [9, 999_999, 1_000_000]
     assert has_checkpoints(Path("run"))
 
 
