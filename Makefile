@@ -48,7 +48,7 @@ test: $(VENV)/.dev ## run all tests
 	@$(BIN)/python -m pytest
 
 test-fast: $(VENV)/.dev ## run the tests that start no job
-	@$(BIN)/python -m pytest -m "not slow and not torchrun"
+	@$(BIN)/python -m pytest -n 2 -m "not slow and not torchrun"
 
 fmt: $(VENV)/.dev ## format the code
 	@$(BIN)/ruff format .

@@ -101,7 +101,12 @@ class Config:
         above=0,
     )
     momentum: float | None = option(
-        None, "momentum factor, the optimizer's own without it", group="training", least=0, most=1
+        None,
+        "momentum factor, the optimizer's own without it",
+        group="training",
+        least=0,
+        most=1,
+        resume="fixed",
     )
     weight_decay: float | None = option(
         None, "weight decay factor, the optimizer's own without it", group="training", least=0

@@ -15,7 +15,10 @@ FORMS = (
     "at the first order after that update, and in the first attempt alone"
 )
 AT_UPDATE = ("kill", "stop", "raise", "nan", "deadlock", "exit0")
-_PATTERN = re.compile(rf"({'|'.join(AT_UPDATE)}|leak):(\d+)@(\d+)|(slow):(\d+)x(\d+(?:\.\d+)?)")
+_PATTERN = re.compile(
+    rf"({'|'.join(AT_UPDATE)}|leak):(\d{{1,9}})@(\d{{1,9}})"
+    r"|(slow):(\d{1,9})x(\d{1,9}(?:\.\d{1,9})?)"
+)
 
 
 @dataclass(frozen=True, slots=True)

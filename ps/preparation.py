@@ -59,7 +59,7 @@ def prepare(topology: Topology, config: Config, argv: Sequence[str] = ()) -> Pre
         if topology.run_id is None
         else processes.fingerprint(processes.Identity.of(os.getppid()))
     )
-    own = config.run_dir or rundir.generated(job)
+    own = config.run_dir or rundir.generated(job, again=topology.restart_count > 0)
     again = topology.restart_count > 0 and job is not None and rundir.job_of(own) == job
     source = _source(config, own, again=again)
     if source is not None:

@@ -109,9 +109,12 @@ class RunDirectory:
         return path
 
 
-def generated(job: str | None) -> Path:
-    """runs/<time>-<job>, or the one that this job has made before. job None gives a new one."""
-    if job is not None and (made := sorted(PARENT.glob(f"*-{job}"))):
+def generated(job: str | None, *, again: bool = False) -> Path:
+    """runs/<time>-<job>, or with `again` the one that this job has made before.
+
+    job None stands for a random name.
+    """
+    if again and job is not None and (made := sorted(PARENT.glob(f"*-{job}"))):
         return made[-1]
     return PARENT / f"{time.strftime('%Y%m%d-%H%M%S')}-{job or secrets.token_hex(3)}"
 

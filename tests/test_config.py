@@ -438,7 +438,7 @@ OTHER: dict[str, tuple[list[str], object]] = {
     "inject": (["kill:2@30"], ("kill:2@30",)),
     "log_level": (["debug"], "debug"),
 }
-FIXED = ["workload", "batch_size", "optimizer", "seed", "accumulate"]
+FIXED = ["workload", "batch_size", "optimizer", "momentum", "seed", "accumulate"]
 OWN = ["run_dir", "resume", "inject", "log_level"]
 INHERITED = [name for name in OPTIONS if name not in (*FIXED, *OWN)]
 

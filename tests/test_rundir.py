@@ -383,16 +383,17 @@ def test_all_attempts_of_a_job_have_one_folder_and_other_jobs_others() -> None:
     RunDirectory.create(first, None)
     RunDirectory.create(Path("runs/20200101-000000-1e98bd"), None)
     RunDirectory.create(Path("runs/99990101-000000-mine"), None)
-    assert generated("8e98bd") == first
-    assert generated("1e98bd") == Path("runs/20200101-000000-1e98bd")
-    assert generated("aaaaaa").name.endswith("-aaaaaa")
+    assert generated("8e98bd", again=True) == first
+    assert generated("1e98bd", again=True) == Path("runs/20200101-000000-1e98bd")
+    assert generated("aaaaaa", again=True).name.endswith("-aaaaaa")
+    assert generated("1e98bd") != Path("runs/20200101-000000-1e98bd")  # a job of its own
     assert generated(None) != generated(None)
 
 
 def test_the_newest_folder_of_a_job_counts_if_there_are_several() -> None:
     for day in ("20300102", "20300101"):
         RunDirectory.create(Path(f"runs/{day}-000000-8e98bd"), None)
-    assert generated("8e98bd") == Path("runs/20300102-000000-8e98bd")
+    assert generated("8e98bd", again=True) == Path("runs/20300102-000000-8e98bd")
 
 
 def test_a_folder_with_an_earlier_run_is_reopened_as_it_is() -> None:
