@@ -119,14 +119,15 @@ class ParameterServer:
     def state(self) -> dict[str, dict[str, Any]]:
         """A copy of all that a job goes on from: what was applied is in it, and nothing else.
 
-        Training stands still for as long as it takes.
+        Training stands still for as long as it takes. Of a job that has ended it is no copy, as
+        nothing is applied any more.
 
         Raises:
             TrainingFailed: see Store.state.
         """
         with self._lock:
             return {
-                "store": self._store.state(),
+                "store": self._store.state(copy=self._outcome is None),
                 "orders": self._orders.state(),
                 "metrics": self._metrics.state(time.monotonic()),
             }

@@ -172,22 +172,25 @@ class Store:
         alone = {_place(v): _alone(v, memory, v.data_ptr() - start) for v in state.values()}
         return {name: alone[_place(value)] for name, value in state.items()}  # tied stay tied
 
-    def state(self) -> dict[str, Any]:
-        """A copy of all that training goes on from, on the CPU, in tensors and plain values.
+    def state(self, *, copy: bool = True) -> dict[str, Any]:
+        """All that training goes on from, on the CPU, in tensors and plain values.
+
+        Without a copy it changes with the next update.
 
         Raises:
             TrainingFailed: an update was broken off, and the weights are of no version.
         """
         if not self._whole:
             raise TrainingFailed("the last update was broken off")
-        copies: dict[tuple[object, ...], Tensor] = {}
-        return {
+        state = {
             "version": self.version,
             "trained": list(self.names),
             "untrained": sorted(self.untrained),
-            "model": _copy(self._model.state_dict(), copies),
-            "optimizer": _copy(self._optimizer.state_dict()["state"], copies),
+            "model": self.state_dict(),
+            "optimizer": self._optimizer.state_dict()["state"],
         }
+        copied: dict[str, Any] = _copy(state, {}, always=copy)
+        return copied
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from state(), with the learning rate and the like that this store was made with.
@@ -288,19 +291,22 @@ def make_optimizer(
     return optimizer
 
 
-def _copy(value: Any, copies: dict[tuple[object, ...], Tensor]) -> Any:
-    """A deep copy of dictionaries and lists, on the CPU; tied tensors stay tied."""
+def _copy(value: Any, copies: dict[tuple[object, ...], Tensor], *, always: bool) -> Any:
+    """Dictionaries and lists with their tensors on the CPU; tied ones stay tied.
+
+    always copies also those that are there.
+    """
     if isinstance(value, Tensor) and value.layout is not torch.strided:
-        return value.detach().to("cpu", copy=True)  # it has no one place in memory
+        return value.detach().to("cpu", copy=always)  # it has no one place in memory
     if isinstance(value, Tensor):
         place = _place(value)
         if place not in copies:
-            copies[place] = value.detach().to("cpu", copy=True)
+            copies[place] = value.detach().to("cpu", copy=always)
         return copies[place]
     if isinstance(value, dict):
-        return {key: _copy(item, copies) for key, item in value.items()}
+        return {key: _copy(item, copies, always=always) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_copy(item, copies) for item in value)
+        return type(value)(_copy(item, copies, always=always) for item in value)
     return value
 
 
