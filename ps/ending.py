@@ -83,11 +83,17 @@ class Ending:
         if outcome.status == "done" and (error := self._write_model()):
             cause = f"trained to the end, but model.pt could not be written: {error}"
             outcome = Outcome("failed", 1, cause)
+        failure = self._failure(outcome) if outcome.cause else None
+        if failure is not None and (earlier := _reported(self.run_dir.path)):
+            # By a trainer, to which this rank seemed to be gone. That is the cause then.
+            later = [outcome.cause, *failure["consequences"]]
+            failure = {**earlier["failure"], "consequences": later}
+            outcome = Outcome("failed", earlier["exit_code"], earlier["cause"])
         report = {
             **self._head(outcome.status),
             "exit_code": outcome.exit_code,
             "cause": outcome.cause,
-            "failure": self._failure(outcome) if outcome.cause else None,
+            "failure": failure,
             "checkpoint": str(self.checkpointer.last) if self.checkpointer.last else None,
             **numbers,
             "duration_s": time.monotonic() - self._prepared.started_at,
@@ -117,7 +123,8 @@ class Ending:
             with replacing(self.run_dir.path / "model.pt") as partial:
                 torch.save(self._job.store.state_dict(), partial)
         except (OSError, RuntimeError) as error:  # RuntimeError: from torch's writer
-            return getattr(error, "strerror", None) or str(error).splitlines()[0]
+            lines = str(error).splitlines() or [type(error).__name__]
+            return getattr(error, "strerror", None) or lines[0]
         return None
 
     def _head(self, status: str) -> dict[str, Any]:
@@ -183,6 +190,16 @@ def report_without_server(
     except (OSError, ValueError, KeyError, TypeError):
         return False
     return True
+
+
+def _reported(run_dir: Path) -> dict[str, Any] | None:
+    """The report of a failure of this run that is there already."""
+    try:
+        report: dict[str, Any] = json.loads((run_dir / rundir.REPORT).read_text())
+        is_told = report["pid"] == os.getpid() and report["status"] != RUNNING
+        return report if is_told and report["failure"] else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _failure_of(rank: int, run_dir: Path) -> dict[str, Any]:

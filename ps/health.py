@@ -71,7 +71,7 @@ class Look:
     halted_since: Mapping[int, float] = field(default_factory=dict)
     """Ranks that cannot run, and when that was first seen."""
     marks: Mapping[int, tuple[Progress, float, float]] = field(default_factory=dict)
-    """By rank, its progress, and when that was first seen with which CPU time."""
+    """By rank: progress, when it was first seen, and the CPU time then of whose turn it is."""
     warned: bool = False
     """Whether memory is short, and that was said."""
 
@@ -108,13 +108,18 @@ def _marks(
     earlier = before.marks if before else {}
     marks = {}
     for rank, made in progress.items():
-        cpu_s = now.readings[rank].cpu_s if rank in now.readings else None
+        reading = now.readings.get(_whose_turn(rank, made))
+        cpu_s = reading.cpu_s if reading else None
         mark = earlier.get(rank)
         if mark is not None and mark[0] == made:
             marks[rank] = mark
         elif cpu_s is not None:
             marks[rank] = (made, now.at, cpu_s)
     return marks
+
+
+def _whose_turn(rank: int, made: Progress) -> int:
+    return SERVER_RANK if made.doing is Doing.SERVED else rank
 
 
 def _gone(look: Look) -> list[Finding]:
@@ -146,18 +151,16 @@ def _stalled(
         for_s = look.at - made.since
         if for_s < timeout_s or made.doing is Doing.WAITING or rank in look.halted_since:
             continue
-        text = f"no progress for {for_s:.0f} s (--stall-timeout); {_cpu_use(look, rank)}"
-        if made.doing is Doing.SERVED:  # then the server has not answered
-            text = f"a call of trainer rank {rank} has made {text}"
-            findings.append(Finding(SERVER_RANK, text, Stalled.exit_code, wants_stacks=True))
-        else:
-            text = f"it has made {text}"
-            findings.append(Finding(rank, text, Stalled.exit_code, wants_stacks=True))
+        culprit = _whose_turn(rank, made)
+        who = "it" if culprit == rank else f"a call of trainer rank {rank}"
+        text = f"{who} has made no progress for {for_s:.0f} s (--stall-timeout); "
+        text += _cpu_use(look, rank, culprit)
+        findings.append(Finding(culprit, text, Stalled.exit_code, wants_stacks=True))
     return findings
 
 
-def _cpu_use(look: Look, rank: int) -> str:
-    mark, reading = look.marks.get(rank), look.readings.get(rank)
+def _cpu_use(look: Look, rank: int, culprit: int) -> str:
+    mark, reading = look.marks.get(rank), look.readings.get(culprit)
     if mark is None or reading is None or reading.cpu_s is None or look.at <= mark[1]:
         return "its use of the CPU is not known"
     cores = (reading.cpu_s - mark[2]) / (look.at - mark[1])
@@ -169,10 +172,8 @@ def _cpu_use(look: Look, rank: int) -> str:
 def _short_of_memory(before: Look | None, look: Look) -> Finding | None:
     """Stops while there is still room for twice as much as came since the last look."""
     memory = look.memory
-    if memory is None or memory.limit <= 0:
+    if memory is None:
         return None
-    last = before.memory if before and before.memory else memory
-    growth = max(0, memory.used - last.used)
     if memory.free >= WARN_FRACTION * memory.limit:
         return None
     rank = _largest(before, look)
@@ -181,9 +182,17 @@ def _short_of_memory(before: Look | None, look: Look) -> Finding | None:
         f"the job uses {_mib(memory.used)} of {_mib(memory.limit)} MiB, "
         f"{_mib(private)} of them here"
     )
-    if memory.free < max(STOP_FRACTION * memory.limit, 2 * growth):
+    if memory.free < max(STOP_FRACTION * memory.limit, 2 * _growth(before, look)):
         return Finding(rank, text, OutOfMemory.exit_code)
     return None if before and before.warned else Finding(rank, text)
+
+
+def _growth(before: Look | None, look: Look) -> int:
+    """Since the last look, if that saw the memory of the same ranks."""
+    if before is None or before.memory is None or look.memory is None:
+        return 0
+    seen = [{rank for rank, r in x.readings.items() if r.private_bytes} for x in (before, look)]
+    return max(0, look.memory.used - before.memory.used) if seen[0] == seen[1] else 0
 
 
 def _is_warned(before: Look | None, look: Look) -> bool:
@@ -199,8 +208,8 @@ def _largest(before: Look | None, look: Look) -> int:
     def size(rank: int) -> tuple[int, int]:
         held = look.readings[rank].private_bytes or 0
         earlier = before.readings.get(rank) if before else None
-        grew = held - (earlier.private_bytes or 0) if earlier else 0
-        return (grew >> 22, held)  # growth below 4 MiB is no sign of anything
+        grew = held - earlier.private_bytes if earlier and earlier.private_bytes else 0
+        return (max(0, grew) >> 22, held)  # growth below 4 MiB is no sign of anything
 
     return max(look.readings, key=size)
 

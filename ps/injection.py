@@ -63,12 +63,14 @@ class Injection:
                 _ACTS[fault.kind]()
 
     def workload(self, workload: Workload) -> Workload:
-        """With a loss that can be spoiled."""
+        """With a loss that can be spoiled, when it is trained on."""
 
         def loss(outputs: Tensor, targets: Tensor) -> Tensor:
             value = workload.loss(outputs, targets)
-            spoiled, self._spoil = self._spoil, False
-            return value * float("nan") if spoiled else value
+            if not (self._spoil and value.requires_grad):  # nobody checks that of an evaluation
+                return value
+            self._spoil = False
+            return value * float("nan")
 
         return replace(workload, loss=loss)
 

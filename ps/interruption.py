@@ -11,8 +11,8 @@ from typing import Any, TextIO
 
 from ps.errors import Interrupted
 from ps.log import log
+from ps.processes import FROM_TORCHRUN
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _came: Interrupted | None = None
 
 
@@ -55,13 +55,16 @@ def note_once() -> None:
 def by_handle() -> int:
     """Signals do nothing by themselves: each can be read, as a byte, from the handle returned.
 
-    So a thread takes them, also while the main thread is inside C++.
+    So a thread takes them, also while the main thread is inside C++. There may be bytes of other
+    signals too, for which somebody has set a handler. A process that this one forks is as others.
     """
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # first, so that none gets lost
     _set(lambda number, frame: None)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=end_at_once)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until show_stacks_to(): it would end this
     return reader
 
 
@@ -114,5 +117,5 @@ def _interrupted(number: int) -> Interrupted:
 
 
 def _set(handler: Any) -> None:
-    for number in _SIGNALS:
+    for number in FROM_TORCHRUN:
         signal.signal(number, handler)

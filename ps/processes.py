@@ -17,6 +17,10 @@ from dataclasses import dataclass
 
 import psutil
 
+from ps.errors import Orphaned
+
+FROM_TORCHRUN = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""What it passes on to all ranks, as a request to end."""
 GONE, UNKNOWN = "gone", "unknown"
 ZOMBIE = str(psutil.STATUS_ZOMBIE)
 UNINTERRUPTIBLE = str(psutil.STATUS_DISK_SLEEP)
@@ -32,18 +36,27 @@ class Identity:
 
     pid: int
     created: float
+    """On Linux in ticks since the start of the host: psutil's time moves with the host's clock."""
 
     @classmethod
     def of(cls, pid: int) -> Identity:
         """Raises:
         psutil.NoSuchProcess: there is none.
         """
-        return cls(pid, psutil.Process(pid).create_time())
+        fields = _stat(pid)
+        return cls(pid, float(fields[_STARTTIME]) if fields else psutil.Process(pid).create_time())
 
 
 def fingerprint(identity: Identity) -> str:
-    """Six hexadecimal digits."""
-    return hashlib.sha256(f"{identity.pid}-{identity.created}".encode()).hexdigest()[:6]
+    """Six hexadecimal digits, others after each start of the host."""
+    text = f"{_boot()}-{identity.pid}-{identity.created}"
+    return hashlib.sha256(text.encode()).hexdigest()[:6]
+
+
+def _boot() -> str:
+    with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read()
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +86,11 @@ class Reading:
 
     @property
     def was_told_to_end(self) -> bool:
-        """Whether it ended by SIGTERM or SIGINT, as torchrun sends them to all."""
-        told = (signal.SIGTERM, signal.SIGINT)
+        """Whether it ended for what reaches all ranks: a signal from torchrun, or its end."""
         killed = self.status is not None and os.WIFSIGNALED(self.status)
-        by_signal = killed and os.WTERMSIG(self.status or 0) in told
-        return by_signal or self.exit_code in [128 + number for number in told]
+        by_signal = killed and os.WTERMSIG(self.status or 0) in FROM_TORCHRUN
+        codes = [Orphaned.exit_code, *(128 + number for number in FROM_TORCHRUN)]
+        return by_signal or self.exit_code in codes
 
     @property
     def ended(self) -> str:
@@ -111,7 +124,7 @@ class Peer:
         self._handle: int | None = None
         with suppress(psutil.NoSuchProcess):
             process = psutil.Process(identity.pid)
-            if process.create_time() == identity.created:
+            if Identity.of(identity.pid) == identity:
                 self._process = process
         if self._process is not None and hasattr(os, "pidfd_open"):
             with suppress(OSError):  # it ended meanwhile, or the kernel is older than 5.3
@@ -130,16 +143,18 @@ class Peer:
         process = self._process
         try:
             if process is None or not process.is_running():
-                return Reading(self.pid, GONE, status=self._status())
+                return self._ended(GONE)
             with process.oneshot():
                 state = process.status()
                 if state == ZOMBIE:
-                    return Reading(self.pid, ZOMBIE, status=self._status())
+                    return self._ended(ZOMBIE)
                 times, memory = process.cpu_times(), process.memory_info()
             private = memory.rss - getattr(memory, "shared", 0)
             return Reading(self.pid, str(state), times.user + times.system, private)
-        except psutil.NoSuchProcess:  # a ZombieProcess is one too
-            return Reading(self.pid, GONE, status=self._status())
+        except psutil.ZombieProcess:
+            return self._ended(ZOMBIE)
+        except psutil.NoSuchProcess:
+            return self._ended(GONE)
         except psutil.AccessDenied:
             return Reading(self.pid, UNKNOWN)
 
@@ -155,21 +170,30 @@ class Peer:
             with suppress(psutil.Error):
                 self._process.send_signal(signal.SIGCONT)
 
-    def _status(self) -> int | None:
-        status = _status_of_zombie(self.pid)
+    def _ended(self, state: str) -> Reading:
+        """Only a zombie's pid is still its own."""
+        status = _status_of_zombie(self.pid) if state == ZOMBIE else None
         if status is None and self._handle is not None:
             status = _status_by_handle(self._handle)
-        return status
+        return Reading(self.pid, state, status=status)
+
+
+_STATE, _STARTTIME, _EXIT_CODE = 0, 19, 49
+
+
+def _stat(pid: int) -> list[str]:
+    """From the third field on, see proc_pid_stat(5); empty where there is no such thing."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 def _status_of_zombie(pid: int) -> int | None:
-    """Until its parent has taken it. See proc_pid_stat(5)."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return int(fields[-1]) if fields[0] == "Z" else None
+    """Until its parent has taken it."""
+    fields = _stat(pid)
+    return int(fields[_EXIT_CODE]) if fields and fields[_STATE] == "Z" else None
 
 
 _PIDFD_INFO = "QQ12i"

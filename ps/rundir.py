@@ -178,7 +178,7 @@ def is_done(run_dir: Path) -> bool:
 def refuse(error_file: str | None, exit_code: int) -> None:
     """Leave it in torchrun's log of this job that no further attempt makes sense."""
     if error_file is not None:
-        with suppress(OSError):
+        with suppress(OSError, IndexError):
             _refusal(error_file).write_text(str(exit_code))
 
 
@@ -188,7 +188,7 @@ def refused(error_file: str | None) -> int | None:
         return None
     try:
         return int(_refusal(error_file).read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, IndexError):
         return None
 
 

@@ -17,7 +17,7 @@ from ps import health, machine
 from ps.errors import Orphaned, Stalled
 from ps.health import Finding, Look, Memory, Progress
 from ps.log import log
-from ps.processes import Peer, Reading
+from ps.processes import FROM_TORCHRUN, Peer, Reading
 
 INTERVAL_S = 0.5
 RECORD_INTERVAL_S = 5.0
@@ -95,6 +95,14 @@ class Watch:
         self._end = (time.monotonic() + after_s, exit_code)
 
     def _run(self) -> None:
+        """A rank that nobody watches any more does not go on."""
+        try:
+            self._watch()
+        except Exception as error:
+            log.error("the watch broke: %s: %s", type(error).__name__, error)
+            leave(1)
+
+    def _watch(self) -> None:
         while True:
             self._sleep()
             if self._end is not None and time.monotonic() > self._end[0]:
@@ -115,7 +123,8 @@ class Watch:
                 os.read(handle, 64)
             elif handle == self._signals:
                 for number in os.read(handle, 64):
-                    self.on_signal(number)
+                    if number in FROM_TORCHRUN:
+                        self.on_signal(number)
             else:  # a process that has ended stays so
                 self._poll.unregister(handle)
 
@@ -167,6 +176,7 @@ class ServerSide:
         self._stall_timeout_s = stall_timeout_s
         self._memory_limit_bytes = memory_limit_bytes
         self._before: Look | None = None
+        self._told_since: dict[int, float] = {}
         self._recorded_at = float("-inf")
 
     def look(self) -> None:
@@ -179,17 +189,22 @@ class ServerSide:
         self.last_alive |= {rank: r for rank, r in readings.items() if r.is_alive}
         memory = _memory_of(readings, self._memory_limit_bytes)
         now = Look(time.monotonic(), readings, memory)
-        self._before, findings = health.judge(self._before, now, progress, self._stall_timeout_s)
+        self._before, found = health.judge(self._before, now, progress, self._stall_timeout_s)
+        findings = [f for f in found if not self._may_be_no_cause(f, now)]
         self._record(self._before, findings)
         for finding in findings:
             if finding.wants_stacks:
                 self._show_stacks(finding.rank)
-            if finding.is_gone and readings[finding.rank].was_told_to_end:
-                time.sleep(END_BOUND_S)  # see explain()
             self._server.found(finding)
             if finding.is_halted:  # or torchrun's SIGTERM would not reach it
                 self._peers[finding.rank].show_stacks()
                 self._peers[finding.rank].go_on()
+
+    def _may_be_no_cause(self, finding: Finding, now: Look) -> bool:
+        """See explain(). Does not wait: this thread is also the one that sees torchrun's end."""
+        if not (finding.is_gone and now.readings[finding.rank].was_told_to_end):
+            return False
+        return now.at - self._told_since.setdefault(finding.rank, now.at) < END_BOUND_S
 
     def explain(self, trainer: int) -> Finding | None:
         """Why the connection of a trainer closed; waits a moment for its end, None without one.
@@ -298,6 +313,8 @@ class TrainerSide:
                     "last_seen_alive": alive.facts() if alive else None,
                 }
                 self._found(finding, facts)
+                if finding.is_halted:  # or torchrun's SIGTERM would not reach it
+                    self._peers[finding.rank].go_on()
                 return
 
 
@@ -305,9 +322,12 @@ def stacks_path(run_dir: Path, rank: int) -> Path:
     return run_dir / f"stacks-rank-{rank}.txt"
 
 
-def _memory_of(readings: Mapping[int, Reading], limit_bytes: int | None) -> Memory:
-    """limit_bytes is --memory-limit; the host and its cgroup may leave less."""
+def _memory_of(readings: Mapping[int, Reading], limit_bytes: int | None) -> Memory | None:
+    """limit_bytes is --memory-limit; the host and its cgroup may leave less. None if unknown."""
     used = sum(reading.private_bytes or 0 for reading in readings.values())
     used += machine.shared_memory_bytes()
-    free = machine.available_memory_bytes()
+    try:
+        free = machine.available_memory_bytes()
+    except OSError:
+        return None
     return Memory(used, free if limit_bytes is None else min(free, limit_bytes - used))

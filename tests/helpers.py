@@ -7,9 +7,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 
@@ -22,6 +25,7 @@ from ps.loading import Loader
 from ps.metrics import Metrics
 from ps.orders import Orders, Plan, permutation
 from ps.passes import Passes
+from ps.processes import Identity, Peer
 from ps.randomness import step_seed
 from ps.server import Outcome, ParameterServer
 from ps.step import ServerSideWorker, TrainerSideWorker, Worker
@@ -86,6 +90,7 @@ def server_of(
     max_lag: int | None = None,
     lookahead: int = 0,
     passes: Passes | None = None,
+    skip_nonfinite: bool = False,
 ) -> Parts:
     """batch_size is the number of samples of an order, passes.batch_size that of one pass."""
     trainers, passes = tuple(trainers), passes or Passes()
@@ -103,7 +108,11 @@ def server_of(
     place: Compute
     place = OnServer(store, trainers, passes) if compute == "server" else OnTrainers(store)
     server = ParameterServer(
-        *(store, orders, metrics, place), trainers=trainers, max_lag=max_lag, lookahead=lookahead
+        *(store, orders, metrics, place),
+        trainers=trainers,
+        max_lag=max_lag,
+        lookahead=lookahead,
+        skip_nonfinite=skip_nonfinite,
     )
     return Parts(server, store, orders, metrics, place, workload, plan, passes, trainers)
 
@@ -254,3 +263,33 @@ def end_processes(*processes: subprocess.Popen[str]) -> None:
     for process in processes:
         process.kill()
         process.communicate()
+
+
+@contextmanager
+def spawned(*command: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that does what the command says, and is gone at the end."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that does nothing, and is seen to."""
+    with spawned("sleep", "60") as process:
+        sleeping = psutil.STATUS_SLEEPING
+        until(lambda: psutil.Process(process.pid).status() == sleeping, THREADS_BOUND_S)
+        yield process
+
+
+def peer_of(process: subprocess.Popen[Any]) -> Peer:
+    """As another process holds it."""
+    return Peer(Identity.of(process.pid))
+
+
+def has_ended(process: subprocess.Popen[Any]) -> bool:
+    """Without waiting for it: it stays a zombie."""
+    return psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE

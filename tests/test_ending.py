@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+import shutil
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,16 +17,35 @@ import torch
 
 from ps.checkpoint import Checkpointer, Checkpoints, read
 from ps.config import Config
-from ps.ending import Ending
+from ps.ending import Ending, describe, report_without_server
+from ps.gate import Gate
+from ps.health import Finding
+from ps.metrics import EpochRecord
 from ps.parts import ServerParts, server_parts
-from ps.preparation import prepare
+from ps.preparation import Prepared, prepare
+from ps.processes import Identity, Peer
+from ps.protocol import Train
 from ps.run import _after_update
-from ps.rundir import checkpoints_in, options_of
+from ps.rundir import RunDirectory, checkpoints_in, options_of
 from ps.server import Outcome
-from tests.helpers import topology_of, until
+from ps.trainer import train
+from ps.watch import Watch, stacks_path
+from tests.helpers import (
+    Parts,
+    has_ended,
+    peer_of,
+    run_threads,
+    server_of,
+    sleeper,
+    topology_of,
+    until,
+)
+from tests.plugins import perceptron
 
 ALONE = topology_of(port=1)
 BOUND_S = 10.0
+CAUSE = "server rank 0: it has been stopped for 3 s"
+STOPPED = Finding(0, "it has been stopped for 3 s", 5, is_halted=True)
 
 
 @pytest.fixture(autouse=True)
@@ -124,3 +147,383 @@ def test_it_is_saved_after_so_many_updates_where_a_number_was_said(
     for version in range(1, 11):
         act(version)
     assert told == at
+
+
+# --- of a server with two trainers
+
+
+@dataclass
+class Started:
+    """A server of two trainers with its run directory, in this process."""
+
+    ending: Ending
+    parts: Parts
+
+    @property
+    def path(self) -> Path:
+        return self.ending.run_dir.path
+
+    @property
+    def report(self) -> dict[str, Any]:
+        report: dict[str, Any] = json.loads((self.path / "report.json").read_text())
+        return report
+
+    def begin(self) -> None:
+        self.ending.begin()
+
+    def train(self) -> None:
+        """Both trainers, to the end."""
+        run_threads(
+            lambda trainer: train(trainer, self.parts.link(trainer), self.parts.worker(trainer)),
+            self.parts.trainers,
+        )
+
+    def take_order(self, trainer: int) -> Train:
+        self.parts.server.join(trainer, None)
+        order = self.parts.server.next_order(trainer, None).wait()
+        assert isinstance(order, Train)
+        return order
+
+    def look_at(self, peers: Mapping[int, Peer]) -> None:
+        self.ending.watch_ranks(peers, Watch())
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Started]:
+    parts = server_of(perceptron(num_train=16), trainers=(1, 2))
+    job = ServerParts(
+        workload=parts.workload,
+        plan=parts.plan,
+        threads=1,
+        lr=0.1,
+        store=parts.store,
+        orders=parts.orders,
+        compute=parts.compute,
+        server=parts.server,
+        resumed_from=None,
+    )
+    topology = topology_of(0, 3, port=1)
+    prepared = Prepared(
+        started_at=time.monotonic() - 100,
+        gate=Gate(topology),
+        run_dir=RunDirectory.create(tmp_path / "run", None),
+        job="a job",
+        resume_from=None,
+        config=Config(epochs=3, run_dir=tmp_path / "run", checkpoint_every="0"),
+    )
+    run = Started(Ending(job, topology, prepared), parts)
+    yield run
+    run.parts.server.stop(Outcome("failed", 1, "the test is over"))
+    run.ending.checkpointer.close(BOUND_S)
+
+
+def test_a_run_that_is_done_leaves_its_weights_its_numbers_and_a_checkpoint(
+    run: Started, said: list[str]
+) -> None:
+    run.begin()
+    run.train()
+    assert run.ending.finish() == Outcome("done")
+    report = run.report
+    assert (report["status"], report["exit_code"]) == ("done", 0)
+    assert (report["cause"], report["failure"]) == (None, None)
+    assert (report["updates"], report["samples_trained"]) == (2, 16)
+    assert 100 < report["duration_s"] < 200
+    weights = torch.load(run.path / "model.pt", weights_only=True)
+    assert all(value.equal(weights[n]) for n, value in run.parts.store.state_dict().items())
+    [checkpoint] = Checkpoints(run.path).paths()
+    assert report["checkpoint"] == str(checkpoint)
+    assert read(checkpoint)["store"]["version"] == 2
+    assert said[-1].startswith("done: 2 updates, 16 samples in 100.")
+    assert said[-1].endswith(f"; see {run.path / 'report.json'}")
+
+
+def test_a_run_that_failed_leaves_the_cause_and_what_was_seen_of_who_holds_it(
+    run: Started, warnings: pytest.LogCaptureFixture
+) -> None:
+    run.begin()
+    with sleeper() as process:
+        run.look_at({0: Peer(Identity.of(os.getpid())), 2: peer_of(process)})
+        order = run.take_order(2)
+        assert run.ending.side is not None
+        run.ending.side.look()
+        process.kill()
+        until(lambda: has_ended(process), BOUND_S)
+        run.ending.side.look()
+        run.parts.server.fail(1, "ValueError: boom", 1)
+        outcome = run.ending.finish()
+    cause = "lost trainer rank 2: killed by SIGKILL"
+    assert (outcome.exit_code, outcome.cause, outcome.rank) == (4, cause, 2)
+    report = run.report
+    assert (report["status"], report["exit_code"], report["cause"]) == ("failed", 4, cause)
+    failure = report["failure"]
+    assert (failure["rank"], failure["role"], failure["stacks"]) == (2, "trainer", None)
+    samples = list(order.indices)
+    assert failure["last_order"] == {"epoch": 1, "batch": 0, "samples": samples}
+    assert failure["doing"] == "works on an order"
+    assert 0 <= failure["since_s"] < BOUND_S
+    assert failure["consequences"] == ["trainer rank 1: ValueError: boom"]
+    seen = failure["process"]
+    assert (seen["pid"], seen["ended"]) == (process.pid, "killed by SIGKILL")
+    assert seen["last_seen_alive"]["state"] == "sleeping"
+    assert not (run.path / "model.pt").exists()
+    assert report["checkpoint"] is not None
+    last = warnings.records[-1].getMessage()
+    assert last == f"failed: {cause}; see {run.path / 'report.json'}"
+
+
+def test_a_run_that_was_interrupted_says_so(
+    run: Started, warnings: pytest.LogCaptureFixture
+) -> None:
+    run.begin()
+    run.parts.server.stop(Outcome("interrupted", 130, "stopped by SIGINT"))
+    run.ending.finish()
+    assert (run.report["status"], run.report["exit_code"]) == ("interrupted", 130)
+    assert run.report["failure"]["rank"] == 0
+    assert run.report["failure"]["process"] == {}
+    assert warnings.records[-1].getMessage().startswith("interrupted: stopped by SIGINT; see ")
+
+
+def test_a_run_that_failed_before_it_had_begun_is_reported_too(run: Started) -> None:
+    run.parts.server.stop(Outcome("failed", 1, "OSError: no room"))
+    run.ending.finish()
+    assert (run.report["cause"], run.report["checkpoint"]) == ("OSError: no room", None)
+
+
+def test_the_end_is_told_once_by_whichever_thread_is_first(
+    run: Started, warnings: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = run.ending.run_dir.write_report
+
+    def slowly(report: Mapping[str, object]) -> Path:
+        time.sleep(0.1)
+        return write(report)
+
+    run.begin()
+    run.parts.server.fail(1, "first", 1)
+    monkeypatch.setattr(run.ending.run_dir, "write_report", slowly)
+    outcomes = []
+    run_threads(lambda _: outcomes.append(run.ending.finish()), range(3))
+    assert {outcome.cause for outcome in outcomes} == {"trainer rank 1: first"}
+    assert len(warnings.records) == 1
+
+
+def test_numbers_that_are_not_finite_are_null(run: Started) -> None:
+    run.begin()
+    nan, inf = float("nan"), float("inf")
+    run.parts.metrics.history.append(EpochRecord(1, 2, nan, inf, 0.5))
+    run.parts.server.fail(1, "boom", 1)
+    run.ending.finish()
+    assert run.report["history"] == [
+        {"epoch": 1, "updates": 2, "train_loss": None, "test_loss": None, "test_accuracy": 0.5}
+    ]
+    assert run.report["test_loss"] is None
+
+
+def test_stacks_are_named_and_files_without_any_are_removed(run: Started) -> None:
+    run.begin()
+    for rank, content in ((0, ""), (1, "Thread 0x1:\n"), (2, "")):
+        stacks_path(run.path, rank).write_text(content)
+    run.parts.server.found(Finding(1, "it has made no progress", 5))
+    run.ending.finish()
+    assert run.report["failure"]["stacks"] == str(stacks_path(run.path, 1))
+    assert [path.name for path in run.path.glob("stacks-*")] == ["stacks-rank-1.txt"]
+
+
+def test_stacks_of_another_rank_are_not_those_of_the_cause(run: Started) -> None:
+    run.begin()
+    stacks_path(run.path, 1).write_text("Thread 0x1:\n")
+    stacks_path(run.path, 2).write_text("")
+    run.parts.server.found(Finding(2, "it has made no progress", 5))
+    run.ending.finish()
+    assert run.report["failure"]["stacks"] is None
+
+
+def test_the_results_are_written_though_the_run_directory_was_removed(run: Started) -> None:
+    run.begin()
+    run.train()
+    shutil.rmtree(run.path)
+    run.ending.finish()
+    assert run.report["status"] == "done"
+    assert (run.path / "model.pt").exists()
+    assert len(Checkpoints(run.path).paths()) == 1
+
+
+def test_the_results_are_written_though_all_was_saved_when_the_run_directory_was_removed(
+    run: Started,
+) -> None:
+    run.begin()
+    run.train()
+    run.ending.checkpointer.due()
+    until(lambda: run.ending.checkpointer.last is not None, BOUND_S)
+    time.sleep(0.05)
+    shutil.rmtree(run.path)
+    run.ending.finish()
+    assert run.report["status"] == "done"
+    assert (run.path / "model.pt").exists()
+
+
+def test_where_the_report_cannot_be_written_the_last_line_tells_all_the_same(
+    run: Started, warnings: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(report: Mapping[str, object]) -> Path:
+        raise OSError(28, "No space left on device")
+
+    run.begin()
+    run.parts.server.fail(1, "boom", 1)
+    monkeypatch.setattr(run.ending.run_dir, "write_report", refuse)
+    assert run.ending.finish().exit_code == 1
+    assert warnings.records[-1].getMessage() == (
+        "failed: trainer rank 1: boom; the report could not be written: No space left on device"
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(28, "No space left on device"), "No space left on device"),
+        (RuntimeError("No space left on device\nat line 7"), "No space left on device"),
+        (RuntimeError(), "RuntimeError"),
+    ],
+)
+def test_a_run_whose_weights_cannot_be_written_has_failed(
+    run: Started, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
+) -> None:
+    def refuse(*args: object) -> None:
+        raise error
+
+    run.begin()
+    run.train()
+    monkeypatch.setattr("ps.ending.torch.save", refuse)
+    outcome = run.ending.finish()
+    assert outcome.exit_code == 1
+    cause = f"trained to the end, but model.pt could not be written: {words}"
+    assert run.report["cause"] == cause
+    assert (run.report["status"], run.report["samples_trained"]) == ("failed", 16)
+    assert list(run.path.glob("*model*")) == []
+
+
+# --- reports of trainers, whose server cannot write one
+
+
+def test_a_trainer_reports_what_its_server_cannot(run: Started) -> None:
+    run.begin()
+    head = run.report
+    stacks_path(run.path, 0).write_text("Thread 0x1:\n")
+    facts = {"pid": 7, "cpu_s": float("nan")}
+    assert report_without_server(run.path, STOPPED, CAUSE, facts)
+    assert run.report == {
+        **head,
+        "status": "failed",
+        "exit_code": 5,
+        "cause": CAUSE,
+        "failure": {
+            "rank": 0,
+            "role": "server",
+            "stacks": str(stacks_path(run.path, 0)),
+            "process": {"pid": 7, "cpu_s": None},
+        },
+    }
+
+
+def test_only_the_first_trainer_reports(run: Started) -> None:
+    run.begin()
+    assert report_without_server(run.path, STOPPED, CAUSE, {})
+    assert not report_without_server(run.path, STOPPED, "another cause", {})
+    assert run.report["cause"] == CAUSE
+
+
+@pytest.mark.parametrize("status", ["done", "failed", "interrupted"])
+def test_a_report_that_the_server_has_written_stays(run: Started, status: Any) -> None:
+    run.begin()
+    run.parts.server.stop(Outcome(status, 1, "its own cause"))
+    run.ending.finish()
+    before = run.report
+    assert not report_without_server(run.path, STOPPED, CAUSE, {})
+    assert run.report == before
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "[]", "{}", "7", '{"status": {}}'])
+def test_where_there_is_no_report_of_a_run_a_trainer_writes_none(
+    tmp_path: Path, content: str | None
+) -> None:
+    path = tmp_path / "report.json"
+    if content is not None:
+        path.write_text(content)
+    assert not report_without_server(tmp_path, STOPPED, CAUSE, {})
+    assert (path.read_text() if path.exists() else None) == content
+    assert not report_without_server(tmp_path / "none", STOPPED, CAUSE, {})
+
+
+def test_what_a_trainer_has_reported_stays_the_cause_if_the_server_goes_on_after_all(
+    run: Started, warnings: pytest.LogCaptureFixture
+) -> None:
+    """As one that was stopped does, when torchrun ends it."""
+    run.begin()
+    run.take_order(1)
+    report_without_server(run.path, STOPPED, CAUSE, {"pid": 7})
+    run.parts.server.found(Finding(1, "ended with exit code 5", 4, is_gone=True))
+    run.parts.server.stop(Outcome("interrupted", 143, "stopped by SIGTERM"))
+    outcome = run.ending.finish()
+    assert outcome == Outcome("failed", 5, CAUSE)
+    report = run.report
+    assert (report["status"], report["exit_code"], report["cause"]) == ("failed", 5, CAUSE)
+    assert (report["failure"]["rank"], report["failure"]["process"]) == (0, {"pid": 7})
+    assert report["failure"]["consequences"] == [
+        "lost trainer rank 1: ended with exit code 5",
+        "stopped by SIGTERM",
+    ]
+    assert report["checkpoint"] is not None
+    assert report["samples_trained"] == 0
+    assert warnings.records[-1].getMessage().startswith(f"failed: {CAUSE}; see ")
+
+
+def test_a_run_that_is_done_is_done_whatever_a_trainer_has_reported(run: Started) -> None:
+    run.begin()
+    run.train()
+    report_without_server(run.path, STOPPED, CAUSE, {})
+    assert run.ending.finish() == Outcome("done")
+    assert (run.report["status"], run.report["failure"]) == ("done", None)
+
+
+def test_the_failure_of_an_earlier_run_in_the_same_folder_is_not_that_of_this_one(
+    run: Started,
+) -> None:
+    earlier = {"status": "failed", "pid": 1, "exit_code": 5, "cause": CAUSE}
+    earlier["failure"] = {"rank": 0}
+    (run.path / "report.json").write_text(json.dumps(earlier))
+    run.parts.server.stop(Outcome("failed", 1, "OSError: no room"))
+    assert run.ending.finish().cause == "OSError: no room"
+
+
+# --- the ranks of a run
+
+
+def test_from_when_all_have_arrived_the_server_looks_at_them_and_knows_why_they_end(
+    run: Started,
+) -> None:
+    watch = Watch()
+    with sleeper() as process:
+        run.ending.watch_ranks({0: Peer(Identity.of(os.getpid())), 1: peer_of(process)}, watch)
+        run.take_order(1)
+        process.send_signal(signal.SIGKILL)
+        until(lambda: has_ended(process), BOUND_S)
+        explained = run.parts.server.explain(1)
+        assert explained == Finding(1, "killed by SIGKILL", 4, is_gone=True)
+        watch.look_now()
+    assert run.parts.outcome.cause == "lost trainer rank 1: killed by SIGKILL"
+
+
+@pytest.mark.parametrize(
+    ("finding", "line"),
+    [
+        (STOPPED, CAUSE),
+        (Finding(0, "killed by SIGKILL", 4, is_gone=True), "lost server rank 0: killed by SIGKILL"),
+        (
+            Finding(3, "killed by SIGKILL", 4, is_gone=True),
+            "lost trainer rank 3: killed by SIGKILL",
+        ),
+        (Finding(2, "it lacks memory", 6), "trainer rank 2: it lacks memory"),
+    ],
+)
+def test_a_finding_is_told_in_one_line(finding: Finding, line: str) -> None:
+    assert describe(finding) == line
