@@ -133,7 +133,10 @@ def loss_of(rank: int, reading: Reading) -> Finding:
     """That this process has ended. The exit code is its own where that tells more."""
     told = (OutOfMemory.exit_code, Orphaned.exit_code)
     code = reading.exit_code if reading.exit_code in told else PeerLost.exit_code
-    return Finding(rank, reading.ended, code, is_gone=True, is_quiet=reading.exit_code == 0)
+    text = reading.ended
+    if rank != SERVER_RANK and reading.exit_code == PeerLost.exit_code:
+        text += ", as it got no answer from the server"
+    return Finding(rank, text, code, is_gone=True, is_quiet=reading.exit_code == 0)
 
 
 def _stalled(

@@ -93,7 +93,6 @@ def test_the_server_is_lost_as_any_other() -> None:
         (0, 4, True),
         (1, 4, False),
         (2, 4, False),
-        (4, 4, False),
         (5, 4, False),
         (6, 6, False),
         (8, 4, False),
@@ -106,6 +105,13 @@ def test_the_exit_code_of_a_lost_rank_is_the_jobs_where_it_tells_more(
 ) -> None:
     text = f"ended with exit code {code}"
     assert loss_of(3, exited(code)) == Finding(3, text, exit_code, is_gone=True, is_quiet=is_quiet)
+
+
+def test_a_trainer_that_has_given_up_waiting_for_the_server_says_so() -> None:
+    assert loss_of(3, exited(4)).text == (
+        "ended with exit code 4, as it got no answer from the server"
+    )
+    assert loss_of(0, exited(4)).text == "ended with exit code 4"
 
 
 def test_a_rank_killed_by_a_signal_that_has_the_number_of_a_code_is_lost_with_4() -> None:

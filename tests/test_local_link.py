@@ -293,10 +293,10 @@ def test_a_killed_trainer_is_noticed_within_2_s_and_named(compute: str, work: st
     assert isinstance(parts.server.next_order(2, None).wait(), Finished)
 
 
-def names_left() -> set[str]:
-    """In shared memory, and of the link's sockets; whatever other programs make is not ours."""
+def names_left(socket_name: str) -> set[str]:
+    """In shared memory, and of that socket; those of other jobs are not ours."""
     unix = Path("/proc/net/unix").read_text().split()
-    return {*os.listdir("/dev/shm"), *(name for name in unix if "parameter-server" in name)}
+    return {*os.listdir("/dev/shm"), *(name for name in unix if socket_name in name)}
 
 
 def files_of(process: subprocess.Popen[str]) -> set[str]:
@@ -336,16 +336,20 @@ def test_a_killed_server_is_noticed_within_2_s() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("compute", COMPUTE)
 def test_when_server_and_trainer_are_killed_nothing_is_left(compute: str) -> None:
-    before = names_left()
     server = start(be_server, compute)
+    invitation = next_line(server)
+    name = json.loads(invitation)["name"]
+    with_server = names_left(name)
     processes = [server]
     try:
-        processes.append(start(be_trainer, next_line(server), compute, "wait"))
+        processes.append(start(be_trainer, invitation, compute, "wait"))
         assert next_line(processes[1]) == "joined"
+        assert any(name in seen for seen in with_server)
         assert [files_of(process) for process in processes] == [set(), set()]
     finally:
         end_processes(*processes)
-    until(lambda: names_left() <= before, 2.0)
+    before = {seen for seen in with_server if name not in seen}
+    until(lambda: names_left(name) <= before, 2.0)
 
 
 # Memory

@@ -429,12 +429,20 @@ def test_a_server_whose_code_raised_is_the_cause_and_sends_its_trainers_home() -
     assert not parts.server.ended.is_set()
 
 
-def test_who_waits_when_the_job_fails_is_sent_home() -> None:
+@pytest.mark.parametrize("finding", [gone(1), Finding(1, "it has made no progress", 5)])
+def test_who_waits_when_the_job_fails_is_sent_home(finding: Finding) -> None:
     parts = server_of(perceptron(num_train=8), trainers=(1, 2))
     parts.server.next_order(1, None)
     waiting = parts.server.next_order(2, None)
-    parts.server.found(gone(1))
-    assert isinstance(waiting.wait(), Finished)
+    parts.server.found(finding)
+    assert waiting.done() and isinstance(waiting.wait(), Finished)
+
+
+def test_a_trainer_that_tells_why_it_ends_is_the_cause_and_ends_by_itself() -> None:
+    parts = two_at_work()
+    parts.server.fail(1, "ValueError: boom", 1)
+    cause = "trainer rank 1: ValueError: boom"
+    assert parts.outcome == Outcome("failed", 1, cause, 1, rank_ends=True)
 
 
 def test_a_job_that_waits_for_nobody_has_ended_when_it_is_stopped() -> None:
@@ -533,6 +541,7 @@ def test_while_the_server_answers_it_is_the_servers_turn(
     monkeypatch.setattr(compute, call, watched)
     if call == "backward":
         outputs = parts.server.forward(1, 0, 0, torch.randn(8, 6))
+        assert doing(parts) == {1: Doing.WORKING}
         parts.server.backward(1, outputs)
         assert doing(parts) == {1: Doing.WORKING}
     else:

@@ -357,8 +357,12 @@ def exit_code_of(child: int, bound_s: float) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("prepare", "then"),
-    [("", "time.sleep(60)"), ("interruption.by_handle()", INSIDE_C)],
-    ids=["in Python", "inside C"],
+    [
+        ("", "time.sleep(60)"),
+        ("interruption.by_handle()", INSIDE_C),
+        ("import ps.watch; ps.watch.INTERVAL_S = 30", "time.sleep(60)"),
+    ],
+    ids=["in Python", "inside C", "between two looks"],
 )
 def test_a_process_whose_parent_is_killed_ends_within_a_second_with_9(
     prepare: str, then: str
@@ -589,6 +593,14 @@ def test_the_limit_counts_where_the_host_would_allow_more(tmp_path: Path) -> Non
     assert record["memory"]["free_bytes"] == pytest.approx(used, rel=0.2)
 
 
+def test_the_host_counts_where_the_limit_would_allow_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch_module.machine, "available_memory_bytes", lambda: 7 * MIB)
+    record = look_recorded(tmp_path, memory_limit_bytes=1 << 50)
+    assert record["memory"]["free_bytes"] == 7 * MIB
+
+
 def test_what_all_share_is_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = look_recorded(tmp_path)["memory"]["used_bytes"]
     monkeypatch.setattr(watch_module.machine, "shared_memory_bytes", lambda: 1 << 40)
@@ -801,9 +813,10 @@ def test_a_trainer_over_the_limit_by_itself_is_told_so_and_the_worst_is_told_alo
     assert [f.rank for f in told.findings] == [2, 0]
 
 
-def test_a_warning_is_left_to_the_server() -> None:
+def test_a_warning_is_left_to_the_server_and_so_is_the_memory_of_others() -> None:
     told = Told()
-    with sleeper() as server:
+    held = "held = b'x' * (100 << 20); print('ready', flush=True); time.sleep(60)"
+    with program(f"import time; {held}") as server:
         used = myself().read().private_bytes or 0
         used += watch_module.machine.shared_memory_bytes()
         trainer_side(told, server, memory_limit_bytes=int(used / 0.94)).look()
