@@ -19,9 +19,8 @@ from ps.config import parse_args
 from ps.errors import CheckpointUnusable, ConfigError, Interrupted, PsError
 from ps.preparation import prepare, ready_bound_s
 from ps.topology import Topology
-from ps.watch import Watch
+from ps.watch import HOLD_S, Watch
 
-HOLD_S = 10.0
 RPC_THREAD = "rpc"
 
 

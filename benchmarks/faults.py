@@ -588,32 +588,32 @@ def _foreign(setting: Setting, folder: Path) -> str:
 # --- what is not finite
 
 
-@row("NaN in the data")
-def _nan(setting: Setting, folder: Path) -> str:
-    args = ("--workload", "benchmarks.plugins:nan_in_the_data", *setting.args)
+def _stop_and_skip(setting: Setting, folder: Path, workload: str) -> tuple[Done, Done]:
+    """The job that stops at an order that is not finite, and the one that leaves it out."""
+    args = ("--workload", f"benchmarks.plugins:{workload}", *setting.args)
     with job_of(folder / "stop", *args) as job:
         stopped = job.wait()
     expect(stopped.report["exit_code"] == 8, f"{stopped.report['exit_code']}", stopped)
-    culprit = stopped.report["failure"]["last_order"]["samples"]
-    expect(SPOILED in culprit, f"sample {SPOILED} is not in {culprit}", stopped)
     with job_of(folder / "skip", *args, "--lr", "0.1", "--on-nonfinite", "skip") as job:
         done = job.wait()
     expect_done(done, SAMPLES - 32)
     expect(done.report["orders_skipped"] == 1, f"{done.report['orders_skipped']}", done)
+    return stopped, done
+
+
+@row("NaN in the data")
+def _nan(setting: Setting, folder: Path) -> str:
+    stopped, done = _stop_and_skip(setting, folder, "nan_in_the_data")
+    culprit = stopped.report["failure"]["last_order"]["samples"]
+    expect(SPOILED in culprit, f"sample {SPOILED} is not in {culprit}", stopped)
     expect(SPOILED in done.report["skipped"][0]["samples"], "the order is not named", done)
     return "stop: code 8 and the order; skip: one order left out, done"
 
 
 @row("infinite gradient")
 def _infinite(setting: Setting, folder: Path) -> str:
-    args = ("--workload", "benchmarks.plugins:infinite_gradient", *setting.args)
-    with job_of(folder / "stop", *args) as job:
-        stopped = job.wait()
-    expect(stopped.report["exit_code"] == 8, f"{stopped.report['exit_code']}", stopped)
+    stopped, _ = _stop_and_skip(setting, folder, "infinite_gradient")
     expect_named(stopped, 1, "is not finite")
-    with job_of(folder / "skip", *args, "--lr", "0.1", "--on-nonfinite", "skip") as job:
-        done = job.wait()
-    expect_done(done, SAMPLES - 32)
     return f"stop: {stopped.report['cause']}; skip: one order left out, done"
 
 

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from ps.errors import CheckpointUnusable
+from ps.errors import CheckpointUnusable, first_line
 from ps.files import sync_directory
 from ps.log import log
 from ps.rundir import CHECKPOINTS, checkpoints_in, sequence_of
@@ -110,8 +110,7 @@ def read(path: Path) -> State:
     except CheckpointUnusable:
         raise
     except Exception as error:
-        lines = str(error).splitlines() or [""]
-        raise CheckpointUnusable(f"{type(error).__name__}: {lines[0]}") from None
+        raise CheckpointUnusable(f"{type(error).__name__}: {first_line(error)}") from None
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise CheckpointUnusable(f"it is not of format {FORMAT}")
     return state
@@ -170,7 +169,7 @@ class Checkpointer:
                 self._saved = mark
         except Exception as error:  # whatever it is, training goes on
             if not self._failing:
-                reason = (str(error) or type(error).__name__).splitlines()[0]
+                reason = first_line(error) or type(error).__name__
                 log.warning("no checkpoint could be saved, training goes on without: %s", reason)
             self._failing = True
             return

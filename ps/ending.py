@@ -3,7 +3,6 @@ trained weights and the last line."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import platform
@@ -17,6 +16,7 @@ import torch
 
 from ps import rundir
 from ps.checkpoint import Checkpointer, Checkpoints
+from ps.errors import first_line
 from ps.files import replacing
 from ps.health import Finding
 from ps.log import log
@@ -24,7 +24,7 @@ from ps.parts import ServerParts
 from ps.preparation import Prepared
 from ps.processes import Peer
 from ps.server import Outcome
-from ps.topology import SERVER_RANK, Topology
+from ps.topology import Topology, role_of
 from ps.watch import ServerSide, Watch, stacks_path
 
 SAVE_BOUND_S = 25.0  # torchrun kills 30 s after its SIGTERM
@@ -123,8 +123,8 @@ class Ending:
             with replacing(self.run_dir.path / "model.pt") as partial:
                 torch.save(self._job.store.state_dict(), partial)
         except (OSError, RuntimeError) as error:  # RuntimeError: from torch's writer
-            lines = str(error).splitlines() or [type(error).__name__]
-            return getattr(error, "strerror", None) or lines[0]
+            reason = getattr(error, "strerror", None) or first_line(error)
+            return reason or type(error).__name__
         return None
 
     def _head(self, status: str) -> dict[str, Any]:
@@ -161,52 +161,39 @@ class Ending:
                 path.unlink(missing_ok=True)
 
 
-def describe(finding: Finding) -> str:
-    """In one line."""
-    who = f"{'server' if finding.rank == SERVER_RANK else 'trainer'} rank {finding.rank}"
-    return f"lost {who}: {finding.text}" if finding.is_gone else f"{who}: {finding.text}"
-
-
-def report_without_server(
-    run_dir: Path, finding: Finding, cause: str, facts: Mapping[str, Any]
-) -> bool:
+def report_without_server(run_dir: Path, finding: Finding, facts: Mapping[str, Any]) -> bool:
     """For a trainer whose server cannot write the report any more; tells whether it did.
 
     It does not if the server, or another trainer, has.
     """
-    path = run_dir / rundir.REPORT
+    report = rundir.report_of(run_dir)
+    if report.get("status") != RUNNING:
+        return False
+    report |= {
+        "status": "failed",
+        "exit_code": finding.exit_code,
+        "cause": finding.cause,
+        "failure": {**_failure_of(finding.rank, run_dir), "process": dict(facts)},
+    }
     try:
-        report = json.loads(path.read_text())
-        if report["status"] != RUNNING:
-            return False
-        report |= {
-            "status": "failed",
-            "exit_code": finding.exit_code,
-            "cause": cause,
-            "failure": {**_failure_of(finding.rank, run_dir), "process": dict(facts)},
-        }
-        with replacing(path) as partial:
-            partial.write_text(json.dumps(_finite(report), indent=2, allow_nan=False) + "\n")
-    except (OSError, ValueError, KeyError, TypeError):
+        rundir.write(run_dir, rundir.REPORT, _finite(report))
+    except OSError:
         return False
     return True
 
 
 def _reported(run_dir: Path) -> dict[str, Any] | None:
     """The report of a failure of this run that is there already."""
-    try:
-        report: dict[str, Any] = json.loads((run_dir / rundir.REPORT).read_text())
-        is_told = report["pid"] == os.getpid() and report["status"] != RUNNING
-        return report if is_told and report["failure"] else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    report = rundir.report_of(run_dir)
+    is_told = report.get("pid") == os.getpid() and report.get("status") != RUNNING
+    return report if is_told and report.get("failure") else None
 
 
 def _failure_of(rank: int, run_dir: Path) -> dict[str, Any]:
     stacks = stacks_path(run_dir, rank)
     return {
         "rank": rank,
-        "role": "server" if rank == SERVER_RANK else "trainer",
+        "role": role_of(rank),
         "stacks": str(stacks) if stacks.exists() and stacks.stat().st_size else None,
     }
 

@@ -64,3 +64,8 @@ class Interrupted(BaseException):
         hint = ", which torchrun sends when another rank has failed"
         super().__init__(f"stopped by {signal_name}{hint if signal_name == 'SIGTERM' else ''}")
         self.exit_code = 128 + signal_number
+
+
+def first_line(error: object) -> str:
+    """Of its text, without the C++ stack that torch puts behind it; empty if it has none."""
+    return (str(error).splitlines() or [""])[0]

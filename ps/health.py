@@ -11,7 +11,7 @@ from enum import Enum
 
 from ps.errors import Orphaned, OutOfMemory, PeerLost, Stalled
 from ps.processes import STOPPED, UNINTERRUPTIBLE, Reading
-from ps.topology import SERVER_RANK
+from ps.topology import SERVER_RANK, role_of
 
 WARN_FRACTION = 0.10
 CALM_FRACTION = 0.15
@@ -59,6 +59,12 @@ class Finding:
     is_halted: bool = False
     """It cannot run."""
     wants_stacks: bool = False
+
+    @property
+    def cause(self) -> str:
+        """In one line, with the rank."""
+        who = f"{role_of(self.rank)} rank {self.rank}"
+        return f"lost {who}: {self.text}" if self.is_gone else f"{who}: {self.text}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import torch
 from ps import injection, interruption, machine, rundir
 from ps.checkpoint import Checkpointer, Checkpoints
 from ps.config import LR, Config
-from ps.ending import Ending, describe, report_without_server
+from ps.ending import Ending, report_without_server
 from ps.errors import (
     Interrupted,
     Orphaned,
@@ -39,13 +39,12 @@ from ps.processes import Identity, Peer
 from ps.server import Outcome, ParameterServer
 from ps.topology import SERVER_RANK, Topology
 from ps.trainer import train
-from ps.watch import GIL_GRACE_S, TrainerSide, Watch, leave, stacks_path
+from ps.watch import GIL_GRACE_S, HOLD_S, TrainerSide, Watch, leave, stacks_path
 from ps.workloads import catalogue
 
 TICK_S = 1.0
 GOODBYE_BOUND_S = 5.0
 ORPHAN_BOUND_S = 4.0
-HOLD_S = 10.0
 SPEAK_INTERVAL_S = 0.05
 
 
@@ -144,8 +143,7 @@ def run_trainer(topology: Topology, config: Config, watch: Watch) -> int:
     workload = catalogue.load(config.workload, config)
     make = TrainerParts(config, workload, Injection(config.faults, topology))
     _watch_stacks(watch, Path(announced["run_dir"]), topology.rank, config)
-    me = Identity.of(os.getpid())
-    rendezvous.gather(json.dumps(asdict(me)))
+    rendezvous.gather(_card())
     _watch_server(topology, config, Path(announced["run_dir"]), rendezvous, watch)
     server = connect(announced["invitation"], rendezvous, config)
     code = 0
@@ -169,22 +167,21 @@ def _watch_server(
     topology: Topology, config: Config, run_dir: Path, rendezvous: Rendezvous, watch: Watch
 ) -> None:
     """Leave when the server has ended without saying so, or stalls."""
-    server = Peer(Identity(**json.loads(rendezvous.card_of(SERVER_RANK))))
+    server, me = (_peer_of(rendezvous, rank) for rank in (SERVER_RANK, topology.rank))
 
     def found(finding: Finding, facts: Mapping[str, Any]) -> None:
-        cause = describe(finding)
         if finding.rank == SERVER_RANK:
             time.sleep(SPEAK_INTERVAL_S * ((topology.rank - 1) % 10))  # the first one writes
-            if report_without_server(run_dir, finding, cause, facts):
-                log.error("failed: %s; see %s", cause, run_dir / rundir.REPORT)
+            if report_without_server(run_dir, finding, facts):
+                log.error("failed: %s; see %s", finding.cause, run_dir / rundir.REPORT)
         else:
-            log.error("%s", cause)
+            log.error("%s", finding.cause)
         # A server that has ended by itself is the root cause; torchrun stops this rank soon.
         watch.end_later(finding.exit_code, HOLD_S if finding.is_gone else 0.0)
 
     side = TrainerSide(
         server,
-        Peer(Identity.of(os.getpid())),
+        me,
         topology.rank,
         found,
         stall_timeout_s=config.stall_timeout_s,
@@ -248,12 +245,20 @@ def _serve(
         "run_dir": str(ending.run_dir.path.absolute()),
     }
     rendezvous.announce(json.dumps(announced))
-    rendezvous.gather(json.dumps(asdict(Identity.of(os.getpid()))))
+    rendezvous.gather(_card())
     world = range(rendezvous.topology.world_size)
-    cards = {rank: json.loads(rendezvous.card_of(rank)) for rank in world}
-    ending.watch_ranks({rank: Peer(Identity(**card)) for rank, card in cards.items()}, watch)
+    ending.watch_ranks({rank: _peer_of(rendezvous, rank) for rank in world}, watch)
     end.open(rendezvous, config)
     _wait_until_ended(job.server, config.rpc_timeout)
+
+
+def _card() -> str:
+    """What the others know this process by, see _peer_of."""
+    return json.dumps(asdict(Identity.of(os.getpid())))
+
+
+def _peer_of(rendezvous: Rendezvous, rank: int) -> Peer:
+    return Peer(Identity(**json.loads(rendezvous.card_of(rank))))
 
 
 def _wait_until_ended(server: ParameterServer, rpc_timeout_s: float) -> None:

@@ -92,21 +92,27 @@ class RunDirectory:
 
     def write_options(self, options: Mapping[str, object], job: str | None) -> None:
         """Write config.json, for options_of() and job_of()."""
-        self._write(OPTIONS, {"job": job, "options": options})
+        write(self.path, OPTIONS, {"job": job, "options": options})
 
     def write_report(self, report: Mapping[str, object]) -> Path:
         """Write report.json; a reader finds the old one or the new one, never half."""
-        return self._write(REPORT, report)
+        return write(self.path, REPORT, report)
 
-    def _write(self, name: str, content: Mapping[str, object]) -> Path:
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may have removed it
-        path = self.path / name
-        with replacing(path) as partial, partial.open("w") as file:
-            file.write(json.dumps(content, indent=2, allow_nan=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        sync_directory(self.path)
-        return path
+
+def write(run_dir: Path, name: str, content: Mapping[str, object]) -> Path:
+    """Write a JSON file there, whole or not at all.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may have removed it
+    path = run_dir / name
+    with replacing(path) as partial, partial.open("w") as file:
+        file.write(json.dumps(content, indent=2, allow_nan=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    sync_directory(run_dir)
+    return path
 
 
 def generated(job: str | None, *, again: bool = False) -> Path:
@@ -156,10 +162,8 @@ def options_of(run_dir: Path) -> dict[str, Any]:
 
 def job_of(run_dir: Path) -> str | None:
     """The job that wrote there last; None if that is not known."""
-    try:
-        return json.loads((run_dir / OPTIONS).read_text())["job"]  # type: ignore[no-any-return]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    job: str | None = _read(run_dir, OPTIONS).get("job")
+    return job
 
 
 def is_begun(run_dir: Path) -> bool:
@@ -169,10 +173,20 @@ def is_begun(run_dir: Path) -> bool:
 
 def is_done(run_dir: Path) -> bool:
     """Whether its report says that it has done all that it was to do."""
+    return report_of(run_dir).get("status") == "done"
+
+
+def report_of(run_dir: Path) -> dict[str, Any]:
+    """Its report; empty if there is none that can be read."""
+    return _read(run_dir, REPORT)
+
+
+def _read(run_dir: Path, name: str) -> dict[str, Any]:
     try:
-        return json.loads((run_dir / REPORT).read_text())["status"] == "done"  # type: ignore[no-any-return]
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+        content = json.loads((run_dir / name).read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def refuse(error_file: str | None, exit_code: int) -> None:

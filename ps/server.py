@@ -201,20 +201,18 @@ class ParameterServer:
 
     def found(self, finding: Finding) -> None:
         """See watch.Watched."""
-        rank, text = finding.rank, finding.text
-        who = f"{'server' if rank == SERVER_RANK else 'trainer'} rank {rank}"
+        rank, cause = finding.rank, finding.cause
         if not finding.exit_code:
-            log.warning("%s: %s", who, text)
+            log.warning("%s", cause)
         elif finding.is_gone:
             if rank in self._present:  # else it has left, or has told why
-                cause = f"lost {who}: {text}"
                 seen = not finding.is_quiet
                 outcome = Outcome("failed", finding.exit_code, cause, rank, rank_ends=seen)
                 self._abandon({rank})
                 self._depart(rank, outcome)
         else:
             self._abandon({rank})
-            self.stop(Outcome("failed", finding.exit_code, f"{who}: {text}", rank))
+            self.stop(Outcome("failed", finding.exit_code, cause, rank))
 
     def abandon_all(self) -> None:
         """Wait for no trainer when the job ends."""

@@ -79,12 +79,16 @@ class Topology:
 
     @property
     def role(self) -> str:
-        return "server" if self.is_server else "trainer"
+        return role_of(self.rank)
 
     @property
     def trainers(self) -> tuple[int, ...]:
         """The ranks that train: 1 to N-1, or rank 0 itself at world size 1."""
         return (SERVER_RANK,) if self.is_alone else tuple(range(1, self.world_size))
+
+
+def role_of(rank: int) -> str:
+    return "server" if rank == SERVER_RANK else "trainer"
 
 
 def _number(

@@ -23,6 +23,8 @@ INTERVAL_S = 0.5
 RECORD_INTERVAL_S = 5.0
 STACKS_BOUND_S = 1.0
 END_BOUND_S = 0.5
+HOLD_S = 10.0
+"""A trainer that has lost the server waits for torchrun, which names whoever ends first."""
 GIL_GRACE_S = 3.0
 """Longer than the others need to tell a stall, so that they name it first."""
 HEALTH_FILE = "health.jsonl"
@@ -244,9 +246,7 @@ class ServerSide:
     def facts(self, rank: int) -> dict[str, object]:
         """What was seen last of a rank, alive and now."""
         peer = self._peers.get(rank)
-        alive = self.last_alive.get(rank)
-        now = peer.read().facts() if peer else {}
-        return {**now, "last_seen_alive": alive.facts() if alive else None}
+        return _facts(peer.read() if peer else None, self.last_alive.get(rank))
 
     def _show_stacks(self, rank: int) -> None:
         path = stacks_path(self._run_dir, rank)
@@ -307,12 +307,8 @@ class TrainerSide:
         self._before, findings = health.judge(self._before, now, {}, self._stall_timeout_s)
         for finding in findings:
             if finding.exit_code:
-                alive = self._last_alive.get(finding.rank)
-                facts = {
-                    **readings[finding.rank].facts(),
-                    "last_seen_alive": alive.facts() if alive else None,
-                }
-                self._found(finding, facts)
+                rank = finding.rank
+                self._found(finding, _facts(readings[rank], self._last_alive.get(rank)))
                 if finding.is_halted:  # or torchrun's SIGTERM would not reach it
                     self._peers[finding.rank].go_on()
                 return
@@ -320,6 +316,12 @@ class TrainerSide:
 
 def stacks_path(run_dir: Path, rank: int) -> Path:
     return run_dir / f"stacks-rank-{rank}.txt"
+
+
+def _facts(now: Reading | None, alive: Reading | None) -> dict[str, object]:
+    """What was seen last of a process, for the report."""
+    seen = now.facts() if now else {}
+    return {**seen, "last_seen_alive": alive.facts() if alive else None}
 
 
 def _memory_of(readings: Mapping[int, Reading], limit_bytes: int | None) -> Memory | None:

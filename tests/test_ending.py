@@ -17,7 +17,7 @@ import torch
 
 from ps.checkpoint import Checkpointer, Checkpoints, read
 from ps.config import Config
-from ps.ending import Ending, describe, report_without_server
+from ps.ending import Ending, report_without_server
 from ps.gate import Gate
 from ps.health import Finding
 from ps.metrics import EpochRecord
@@ -410,7 +410,7 @@ def test_a_trainer_reports_what_its_server_cannot(run: Started) -> None:
     head = run.report
     stacks_path(run.path, 0).write_text("Thread 0x1:\n")
     facts = {"pid": 7, "cpu_s": float("nan")}
-    assert report_without_server(run.path, STOPPED, CAUSE, facts)
+    assert report_without_server(run.path, STOPPED, facts)
     assert run.report == {
         **head,
         "status": "failed",
@@ -427,8 +427,8 @@ def test_a_trainer_reports_what_its_server_cannot(run: Started) -> None:
 
 def test_only_the_first_trainer_reports(run: Started) -> None:
     run.begin()
-    assert report_without_server(run.path, STOPPED, CAUSE, {})
-    assert not report_without_server(run.path, STOPPED, "another cause", {})
+    assert report_without_server(run.path, STOPPED, {})
+    assert not report_without_server(run.path, Finding(0, "another cause", 5), {})
     assert run.report["cause"] == CAUSE
 
 
@@ -438,7 +438,7 @@ def test_a_report_that_the_server_has_written_stays(run: Started, status: Any) -
     run.parts.server.stop(Outcome(status, 1, "its own cause"))
     run.ending.finish()
     before = run.report
-    assert not report_without_server(run.path, STOPPED, CAUSE, {})
+    assert not report_without_server(run.path, STOPPED, {})
     assert run.report == before
 
 
@@ -449,9 +449,9 @@ def test_where_there_is_no_report_of_a_run_a_trainer_writes_none(
     path = tmp_path / "report.json"
     if content is not None:
         path.write_text(content)
-    assert not report_without_server(tmp_path, STOPPED, CAUSE, {})
+    assert not report_without_server(tmp_path, STOPPED, {})
     assert (path.read_text() if path.exists() else None) == content
-    assert not report_without_server(tmp_path / "none", STOPPED, CAUSE, {})
+    assert not report_without_server(tmp_path / "none", STOPPED, {})
 
 
 def test_what_a_trainer_has_reported_stays_the_cause_if_the_server_goes_on_after_all(
@@ -460,7 +460,7 @@ def test_what_a_trainer_has_reported_stays_the_cause_if_the_server_goes_on_after
     """As one that was stopped does, when torchrun ends it."""
     run.begin()
     run.take_order(1)
-    report_without_server(run.path, STOPPED, CAUSE, {"pid": 7})
+    report_without_server(run.path, STOPPED, {"pid": 7})
     run.parts.server.found(Finding(1, "ended with exit code 5", 4, is_gone=True))
     run.parts.server.stop(Outcome("interrupted", 143, "stopped by SIGTERM"))
     outcome = run.ending.finish()
@@ -480,7 +480,7 @@ def test_what_a_trainer_has_reported_stays_the_cause_if_the_server_goes_on_after
 def test_a_run_that_is_done_is_done_whatever_a_trainer_has_reported(run: Started) -> None:
     run.begin()
     run.train()
-    report_without_server(run.path, STOPPED, CAUSE, {})
+    report_without_server(run.path, STOPPED, {})
     assert run.ending.finish() == Outcome("done")
     assert (run.report["status"], run.report["failure"]) == ("done", None)
 
@@ -526,4 +526,4 @@ def test_from_when_all_have_arrived_the_server_looks_at_them_and_knows_why_they_
     ],
 )
 def test_a_finding_is_told_in_one_line(finding: Finding, line: str) -> None:
-    assert describe(finding) == line
+    assert finding.cause == line

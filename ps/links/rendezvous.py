@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from ps import interruption
-from ps.errors import LaunchError
+from ps.errors import LaunchError, first_line
 from ps.log import log
 from ps.topology import SERVER_RANK, Topology
 
@@ -149,11 +149,6 @@ def _connect(topology: Topology, bound_s: float) -> dist.Store:
     except (OSError, dist.DistNetworkError) as error:
         where = f"{address[0]}:{address[1]}"
         raise LaunchError(f"no store at {where}: {first_line(error)}") from None
-
-
-def first_line(error: object) -> str:
-    """Without the C++ stack that torch puts behind it."""
-    return (str(error).splitlines() or [""])[0]
 
 
 def _wait_for_listener(address: tuple[str, int], bound_s: float) -> None:

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from ps.config import Config
-from ps.errors import LaunchError, PeerLost
+from ps.errors import LaunchError, PeerLost, first_line
 from ps.flat import FlatModel, Mailbox, private_mailbox
 from ps.links.answers import RemoteCalls, answer, value
-from ps.links.rendezvous import Rendezvous, first_line
+from ps.links.rendezvous import Rendezvous
 from ps.log import log
 from ps.protocol import Service
 from ps.topology import SERVER_RANK, Topology
