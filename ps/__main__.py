@@ -14,7 +14,8 @@ from dataclasses import asdict
 from ps import doctor, interruption
 from ps.config import Config, parse_args
 from ps.doctor import Finding
-from ps.errors import ConfigError, LaunchError
+from ps.errors import ConfigError, LaunchError, PsError
+from ps.preparation import with_inherited
 
 PROGRAM = "python -m ps doctor"
 USAGE = f"{PROGRAM} [--json] [--world-size N] [options of launch.py]"
@@ -30,7 +31,8 @@ every option of launch.py can be given, as for the run: python launch.py --help
   {PROGRAM} --world-size 4 --compute trainer --optimizer Adam
   {PROGRAM} --workload my_module:my_function --json > doctor.json
 
-exit codes: 0 nothing failed (there may be warnings), 2 bad option, 3 something failed
+exit codes: 0 nothing failed (there may be warnings), 2 bad option, 3 something failed, 7 the
+options of the run to go on from cannot be read
 """
 WORLD_SIZE = 3
 STATUS_WIDTH = len("warning")
@@ -52,9 +54,9 @@ def main(argv: Sequence[str]) -> int:
 def _doctor(argv: Sequence[str]) -> int:
     try:
         as_json, world_size, config = _options(argv)
-    except (ConfigError, argparse.ArgumentError) as error:
+    except (PsError, argparse.ArgumentError) as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
-        return ConfigError.exit_code
+        return getattr(error, "exit_code", ConfigError.exit_code)
     with redirect_stdout(sys.stderr):  # what a plug-in prints does not belong to the answer
         findings = doctor.all_checks(config, world_size)
     print(_as_json(findings) if as_json else _as_text(findings))
@@ -81,7 +83,7 @@ def _options(argv: Sequence[str]) -> tuple[bool, int, Config]:
         help=f"ranks of the run, --nproc_per_node of torchrun (default: {WORLD_SIZE}; at least 1)",
     )
     typed, others = parser.parse_known_args(argv)
-    return typed.json, typed.world_size, parse_args(others)
+    return typed.json, typed.world_size, with_inherited(parse_args(others), others)
 
 
 def _world_size(text: str) -> int:

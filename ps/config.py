@@ -215,7 +215,12 @@ class Config:
         120.0, "seconds to wait for all ranks to arrive", group="run", least=1, most=WEEK_S
     )
     rpc_timeout: float = option(
-        60.0, "seconds one call to the server may take", group="run", least=1, most=WEEK_S
+        0.0,
+        "seconds one call to the server may take, 0 for no limit of its own: a server that hangs "
+        "is found by --stall-timeout, which also says why",
+        group="run",
+        least=0,
+        most=WEEK_S,
     )
     stall_timeout: float = option(
         300.0,
@@ -304,6 +309,11 @@ class Config:
         """--checkpoint-every in seconds, None if it is never or in updates."""
         every = self.checkpoint_every
         return None if every.isdigit() else float(every.removesuffix("s")) or None
+
+    @property
+    def rpc_timeout_s(self) -> float | None:
+        """--rpc-timeout, None for no limit."""
+        return self.rpc_timeout or None
 
     @property
     def stall_timeout_s(self) -> float | None:

@@ -25,7 +25,7 @@ from ps.preparation import Prepared
 from ps.processes import Peer
 from ps.server import Outcome
 from ps.topology import Topology, role_of
-from ps.watch import ServerSide, Watch, stacks_path
+from ps.watch import ServerSide, Watch, leave, stacks_path
 
 SAVE_BOUND_S = 25.0  # torchrun kills 30 s after its SIGTERM
 RUNNING = "running"
@@ -34,7 +34,10 @@ RUNNING = "running"
 class Ending:
     """The server's side of the run directory."""
 
-    def __init__(self, job: ServerParts, topology: Topology, prepared: Prepared) -> None:
+    def __init__(
+        self, job: ServerParts, topology: Topology, prepared: Prepared, link: str | None
+    ) -> None:
+        """link is the name of the one that joins the ranks, None at world size 1."""
         config = prepared.config
         self.run_dir = prepared.run_dir
         self.checkpointer = Checkpointer(
@@ -42,8 +45,10 @@ class Ending:
         )
         self.side: ServerSide | None = None
         self._job = job
+        self._link = link
         self._topology = topology
         self._prepared = prepared
+        self._earlier = _earlier_attempts(self.run_dir.path) if topology.restart_count else []
         self._lock = threading.Lock()
         self._outcome: Outcome | None = None  # under _lock
 
@@ -65,9 +70,16 @@ class Ending:
             self.run_dir.path,
             stall_timeout_s=config.stall_timeout_s,
             memory_limit_bytes=config.memory_limit_bytes,
+            on_stuck=self._end_stuck,
         )
         server.explain = self.side.explain
+        server.arrived()
         watch.look_with(self.side.look, peers.values())
+
+    def _end_stuck(self, finding: Finding, facts: Mapping[str, Any]) -> None:
+        """Whoever makes no progress holds the server's lock: nothing can be saved."""
+        report_without_server(self.run_dir.path, finding, facts)
+        leave(finding.exit_code)
 
     def finish(self) -> Outcome:
         """Save and tell how it ended. Only once the job has; further calls change nothing."""
@@ -134,8 +146,11 @@ class Ending:
             "status": status,
             "pid": os.getpid(),
             "attempt": topology.restart_count,
+            "earlier_attempts": self._earlier,
             "world_size": topology.world_size,
             "compute": config.compute,
+            "link": self._link,
+            "precision": config.precision,
             "staleness": config.staleness,
             "workload": config.workload,
             "epochs": config.epochs,
@@ -161,14 +176,11 @@ class Ending:
                 path.unlink(missing_ok=True)
 
 
-def report_without_server(run_dir: Path, finding: Finding, facts: Mapping[str, Any]) -> bool:
-    """For a trainer whose server cannot write the report any more; tells whether it did.
-
-    It does not if the server, or another trainer, has.
-    """
+def report_without_server(run_dir: Path, finding: Finding, facts: Mapping[str, Any]) -> None:
+    """Report and last line where the server cannot tell them, unless somebody has already."""
     report = rundir.report_of(run_dir)
     if report.get("status") != RUNNING:
-        return False
+        return
     report |= {
         "status": "failed",
         "exit_code": finding.exit_code,
@@ -176,10 +188,10 @@ def report_without_server(run_dir: Path, finding: Finding, facts: Mapping[str, A
         "failure": {**_failure_of(finding.rank, run_dir), "process": dict(facts)},
     }
     try:
-        rundir.write(run_dir, rundir.REPORT, _finite(report))
+        path = rundir.write(run_dir, rundir.REPORT, _finite(report))
     except OSError:
-        return False
-    return True
+        return
+    log.error("failed: %s; see %s", finding.cause, path)
 
 
 def _reported(run_dir: Path) -> dict[str, Any] | None:
@@ -187,6 +199,14 @@ def _reported(run_dir: Path) -> dict[str, Any] | None:
     report = rundir.report_of(run_dir)
     is_told = report.get("pid") == os.getpid() and report.get("status") != RUNNING
     return report if is_told and report.get("failure") else None
+
+
+def _earlier_attempts(run_dir: Path) -> list[dict[str, Any]]:
+    """How they ended. One that was killed as a whole has left no cause."""
+    report = rundir.report_of(run_dir)
+    told = ("attempt", "exit_code", "cause", "updates")
+    last = [{key: report.get(key) for key in told}] if report else []
+    return [*report.get("earlier_attempts", []), *last]
 
 
 def _failure_of(rank: int, run_dir: Path) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from ps.errors import ConfigError
 
 FORMS = (
-    "kill|stop|raise|nan|deadlock|exit0:RANK@UPDATE, slow:RANKxFACTOR with 1 or more, or "
+    "kill|stop|raise|nan|hang|deadlock|exit0:RANK@UPDATE, slow:RANKxFACTOR with 1 or more, or "
     "leak:RANK@MIB_PER_S; at the first order after that update, and in the first attempt alone"
 )
-AT_UPDATE = ("kill", "stop", "raise", "nan", "deadlock", "exit0")
+AT_UPDATE = ("kill", "stop", "raise", "nan", "hang", "deadlock", "exit0")
 _NUMBER = "[0-9]{1,9}"
 _FACTOR = r"[1-9][0-9]{0,8}(?:\.[0-9]{1,9})?"
 _PATTERN = re.compile(

@@ -99,10 +99,16 @@ def _raise() -> None:
     raise RuntimeError("a fault was injected: raise")
 
 
+def _hang() -> None:
+    """Waits for ever; of a server, with its lock held."""
+    threading.Event().wait()
+
+
 _ACTS: dict[str, Callable[[], None]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "raise": _raise,
+    "hang": _hang,
     "deadlock": machine.hold_gil,
     "exit0": lambda: os._exit(0),
 }

@@ -146,9 +146,14 @@ def keep_freed_memory() -> None:
 
 
 def hold_gil() -> None:
-    """Never returns, and lets no other thread run Python code. Signals' default actions work."""
+    """Never returns, and lets no other thread run Python code, whatever signals are handled.
+
+    Waits for a mutex that it holds itself, as a deadlock in a C library does.
+    """
+    libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    libc.pthread_mutex_init(mutex, None)
     while True:
-        ctypes.PyDLL(None).pause()
+        libc.pthread_mutex_lock(mutex)
 
 
 def end_with_parent(parent: int) -> None:

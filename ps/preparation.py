@@ -63,7 +63,7 @@ def prepare(topology: Topology, config: Config, argv: Sequence[str] = ()) -> Pre
     again = topology.restart_count > 0 and job is not None and rundir.job_of(own) == job
     source = _source(config, own, again=again)
     if source is not None:
-        config = parse_args(argv, rundir.options_of(source))
+        config = _going_on(argv, source)
     in_place = source is not None and config.run_dir is None
     same = source is not None and source.resolve() == own.resolve()
     begun = config.resume == AUTO and rundir.is_begun(own)  # and killed before its first checkpoint
@@ -87,6 +87,20 @@ def prepare(topology: Topology, config: Config, argv: Sequence[str] = ()) -> Pre
     )
 
 
+def with_inherited(config: Config, argv: Sequence[str]) -> Config:
+    """config, read from argv, with the options of the run that it would go on from, if any.
+
+    Raises:
+        ConfigError, CheckpointUnusable: as prepare().
+    """
+    source = _source(config, config.run_dir or rundir.generated(None), again=False)
+    return config if source is None else _going_on(argv, source)
+
+
+def _going_on(argv: Sequence[str], source: Path) -> Config:
+    return parse_args(argv, rundir.options_of(source))
+
+
 def _source(config: Config, own: Path, *, again: bool) -> Path | None:
     """The run to go on from: of an earlier attempt of this job first, then what was asked for.
 
@@ -107,11 +121,11 @@ def _source(config: Config, own: Path, *, again: bool) -> Path | None:
                 "earlier run, such as runs/latest"
             )
         return asked
-    candidates = [own] if config.run_dir else []
-    if own.absolute().parent == rundir.PARENT.absolute():
-        candidates.append((rundir.PARENT / rundir.LATEST).resolve())
-    for candidate in candidates:
-        if rundir.has_checkpoints(candidate) and not rundir.is_done(candidate):
-            return candidate
+    if config.run_dir and rundir.has_checkpoints(own):
+        return own
+    latest = (rundir.PARENT / rundir.LATEST).resolve()
+    is_there = own.absolute().parent == rundir.PARENT.absolute()
+    if is_there and rundir.has_checkpoints(latest) and not rundir.is_done(latest):
+        return latest
     log.info("--resume auto: there is no unfinished run with a checkpoint, starting anew")
     return None

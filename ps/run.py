@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 import time
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ps import injection, interruption, machine, rundir
+from ps import injection, interruption, machine
 from ps.checkpoint import Checkpointer, Checkpoints
 from ps.config import LR, Config
 from ps.ending import Ending, report_without_server
@@ -70,7 +71,8 @@ def run_server(topology: Topology, prepared: Prepared, watch: Watch) -> int:
         run_dir.discard()
         raise
     prepared.gate.open()
-    ending = Ending(job, topology, prepared)
+    link = end.invitation["link"] if end else None
+    ending = Ending(job, topology, prepared, link)
     job.server.after_update = _after_update(topology, config, ending.checkpointer)
     watch.on_orphaned = lambda: _end_orphaned(job.server)
     machine.keep_freed_memory()  # not earlier: the model's first place is given back
@@ -78,7 +80,7 @@ def run_server(topology: Topology, prepared: Prepared, watch: Watch) -> int:
         interruption.raise_once()
         ending.begin()
         _watch_stacks(watch, run_dir.path, topology.rank, config)
-        _announce_plan(job, topology, config)
+        _announce_plan(job, topology, config, link)
         try:
             if rendezvous is None or end is None:
                 interruption.note_once()
@@ -122,8 +124,14 @@ def _after_update(
 
 def _end_orphaned(server: ParameterServer) -> None:
     """The main thread saves and ends; if it is stuck, this thread ends the process."""
-    server.abandon_all()
-    server.stop(Outcome("failed", Orphaned.exit_code, "torchrun, the parent of all ranks, is gone"))
+
+    def stop() -> None:
+        cause = "torchrun, the parent of all ranks, is gone"
+        server.abandon_all()
+        server.stop(Outcome("failed", Orphaned.exit_code, cause))
+
+    # Not in this thread: whoever is stuck may hold the server's lock.
+    threading.Thread(target=stop, name="orphaned", daemon=True).start()
     time.sleep(ORPHAN_BOUND_S)
     leave(Orphaned.exit_code)
 
@@ -172,12 +180,13 @@ def _watch_server(
     def found(finding: Finding, facts: Mapping[str, Any]) -> None:
         if finding.rank == SERVER_RANK:
             time.sleep(SPEAK_INTERVAL_S * ((topology.rank - 1) % 10))  # the first one writes
-            if report_without_server(run_dir, finding, facts):
-                log.error("failed: %s; see %s", finding.cause, run_dir / rundir.REPORT)
+            report_without_server(run_dir, finding, facts)
         else:
             log.error("%s", finding.cause)
-        # A server that has ended by itself is the root cause; torchrun stops this rank soon.
-        watch.end_later(finding.exit_code, HOLD_S if finding.is_gone else 0.0)
+        # A server that has ended by itself is the root cause; torchrun stops this rank soon,
+        # unless it saw nothing wrong.
+        holds = finding.is_gone and not finding.is_quiet
+        watch.end_later(finding.exit_code, HOLD_S if holds else 0.0)
 
     side = TrainerSide(
         server,
@@ -249,7 +258,7 @@ def _serve(
     world = range(rendezvous.topology.world_size)
     ending.watch_ranks({rank: _peer_of(rendezvous, rank) for rank in world}, watch)
     end.open(rendezvous, config)
-    _wait_until_ended(job.server, config.rpc_timeout)
+    _wait_until_ended(job.server, config.rpc_timeout_s)
 
 
 def _card() -> str:
@@ -261,13 +270,14 @@ def _peer_of(rendezvous: Rendezvous, rank: int) -> Peer:
     return Peer(Identity(**json.loads(rendezvous.card_of(rank))))
 
 
-def _wait_until_ended(server: ParameterServer, rpc_timeout_s: float) -> None:
+def _wait_until_ended(server: ParameterServer, rpc_timeout_s: float | None) -> None:
     """After a failure the others get GOODBYE_BOUND_S to leave."""
     goodbye_since: float | None = None
-    tick_s = min(TICK_S, rpc_timeout_s / 4)
+    limit_s = math.inf if rpc_timeout_s is None else rpc_timeout_s
+    tick_s = min(TICK_S, limit_s / 4)
     while not server.ended.wait(tick_s):
         interruption.check()
-        server.tick(max_wait_s=rpc_timeout_s / 2)
+        server.tick(max_wait_s=limit_s / 2)
         if server.outcome is None:
             continue
         goodbye_since = goodbye_since or time.monotonic()
@@ -275,7 +285,7 @@ def _wait_until_ended(server: ParameterServer, rpc_timeout_s: float) -> None:
             return
 
 
-def _announce_plan(job: ServerParts, topology: Topology, config: Config) -> None:
+def _announce_plan(job: ServerParts, topology: Topology, config: Config, link: str | None) -> None:
     plan, num = job.plan, len(topology.trainers)
     log.info(
         "workload %s: %d epoch%s of %d updates, %d training and %d test samples",
@@ -287,10 +297,12 @@ def _announce_plan(job: ServerParts, topology: Topology, config: Config) -> None
         plan.num_test_samples,
     )
     log.info(
-        "%d trainer%s, compute on the %s, %d thread%s for each pass, %d usable cores",
+        "%d trainer%s%s, compute on the %s in %s, %d thread%s for each pass, %d usable cores",
         num,
         "" if num == 1 else "s",
+        f" over the {link} link" if link else "",
         config.compute,
+        config.precision,
         job.threads,
         "" if job.threads == 1 else "s",
         machine.usable_cores(),
@@ -319,9 +331,10 @@ def _explain(error: BaseException, topology: Topology) -> int:
 
     What is recorded for torchrun stands in its report; without torchrun it is printed here.
     """
+    code = error.exit_code if isinstance(error, PsError) else 1
     if topology.error_file is None:
         traceback.print_exc()
-        return 1
+        return code
     record_for_torchrun(error)
     log.error("%s; torchrun's report below has the traceback", _in_one_line(error))
-    return 1
+    return code

@@ -89,8 +89,8 @@ class ParameterServer:
         """Trainers that are not waited for."""
         self._lookahead = lookahead
         self._skip_nonfinite = skip_nonfinite
-        self._evaluated = (orders.evaluating, store.version)
-        """The newest epoch whose evaluation was opened, and the version it ended with."""
+        self._evaluated = orders.evaluating
+        """The newest epoch whose evaluation was opened."""
         self._progress: dict[int, Progress] = {}  # each written by its trainer's calls alone
 
     @property
@@ -105,6 +105,11 @@ class ParameterServer:
     def progress(self) -> dict[int, Progress]:
         """See watch.Watched."""
         return {t: made for t, made in dict(self._progress).items() if t in self._present}
+
+    def arrived(self) -> None:
+        """All trainers are there: from now on each is expected to make progress."""
+        for trainer in tuple(self._present):
+            self._does(trainer, Doing.WORKING)
 
     def circumstances(self) -> dict[str, object]:
         """What the rank with the cause was doing, and what went wrong later, in plain values."""
@@ -307,12 +312,13 @@ class ParameterServer:
                 self._metrics.trained(trainer, result, version - contribution.version)
                 self._orders.finish(trainer, result)
             self.after_update(self._store.version)
-        if self._orders.evaluating != self._evaluated[0]:
+        if self._orders.evaluating != self._evaluated:
+            self._evaluated = self._orders.evaluating
             self._end_epoch()
 
     def _end_epoch(self) -> None:
-        before, self._evaluated = self._evaluated, (self._orders.evaluating, self._store.version)
-        if before[1] == self._store.version:
+        assert self._evaluated is not None
+        if math.isnan(self._metrics.train_loss(self._evaluated)):  # no sample was trained on
             cause = "no order of the epoch gave a loss and gradients that are finite"
             self._end(Outcome("failed", TrainingFailed.exit_code, cause))
         self._compute.open_evaluation()
@@ -356,9 +362,9 @@ class ParameterServer:
     def _depart(self, trainer: int, outcome: Outcome | None = None) -> None:
         with self._lock:
             now = time.monotonic()
-            self._present.discard(trainer)
-            if outcome is not None:
+            if outcome is not None and trainer in self._present:  # or another thread was first
                 self._end(outcome)
+            self._present.discard(trainer)
             self._forget(trainer, now)
             self._see_if_over()
             answers = self._answers(now)

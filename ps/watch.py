@@ -8,7 +8,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -22,6 +22,7 @@ from ps.processes import FROM_TORCHRUN, Peer, Reading
 INTERVAL_S = 0.5
 RECORD_INTERVAL_S = 5.0
 STACKS_BOUND_S = 1.0
+TELL_BOUND_S = 1.0
 END_BOUND_S = 0.5
 HOLD_S = 10.0
 """A trainer that has lost the server waits for torchrun, which names whoever ends first."""
@@ -169,8 +170,12 @@ class ServerSide:
         *,
         stall_timeout_s: float | None,
         memory_limit_bytes: int | None,
+        on_stuck: Callable[[Finding, Mapping[str, Any]], None],
     ) -> None:
+        """on_stuck is told that this rank is stalled if the server cannot be told."""
         self.last_alive: dict[int, Reading] = {}
+        self._on_stuck = on_stuck
+        self._teller = threading.Thread()
         self._server = server
         self._peers = peers
         self._rank = rank
@@ -184,7 +189,7 @@ class ServerSide:
     def look(self) -> None:
         """Read, judge, tell the server, write down."""
         if standstill := self._standstill():
-            self._server.found(standstill)
+            self._tell([standstill])
         progress = self._server.progress()
         ranks = {self._rank, *progress}
         readings = {rank: self._peers[rank].read() for rank in sorted(ranks)}
@@ -197,10 +202,28 @@ class ServerSide:
         for finding in findings:
             if finding.wants_stacks:
                 self._show_stacks(finding.rank)
-            self._server.found(finding)
+        if findings:
+            self._tell(findings)
+        for finding in findings:
             if finding.is_halted:  # or torchrun's SIGTERM would not reach it
                 self._peers[finding.rank].show_stacks()
                 self._peers[finding.rank].go_on()
+
+    def _tell(self, findings: Sequence[Finding]) -> None:
+        """In a thread of its own: whoever stands still may hold the server's lock, and this thread
+        must go on looking. What could not be told is found again by the next look."""
+
+        def tell() -> None:
+            for finding in findings:
+                self._server.found(finding)
+
+        if not self._teller.is_alive():
+            self._teller = threading.Thread(target=tell, name="findings", daemon=True)
+            self._teller.start()
+        self._teller.join(TELL_BOUND_S)
+        stuck = [f for f in findings if f.rank == self._rank and f.exit_code == Stalled.exit_code]
+        if stuck and self._teller.is_alive():
+            self._on_stuck(stuck[0], self.facts(self._rank))
 
     def _may_be_no_cause(self, finding: Finding, now: Look) -> bool:
         """See explain(). Does not wait: this thread is also the one that sees torchrun's end."""

@@ -41,7 +41,7 @@ BEYOND_LIMIT = [
     ("--num-workers", "-1", "must be 0 or more, got -1"),
     ("--num-workers", "257", "must be 256 or less, got 257"),
     ("--start-timeout", "0.5", "must be 1 or more, got 0.5"),
-    ("--rpc-timeout", "0.5", "must be 1 or more, got 0.5"),
+    ("--rpc-timeout", "-1", "must be 0 or more, got -1.0"),
     ("--start-timeout", "604801", "must be 604800 or less, got 604801.0"),
     ("--rpc-timeout", "604801", "must be 604800 or less, got 604801.0"),
     ("--keep", "0", "must be 1 or more, got 0"),
@@ -69,7 +69,7 @@ AT_LIMIT = [
     ("--num-workers", "0", 0),
     ("--num-workers", "256", 256),
     ("--start-timeout", "1", 1.0),
-    ("--rpc-timeout", "1", 1.0),
+    ("--rpc-timeout", "0", 0.0),
     ("--keep", "1", 1),
     ("--stall-timeout", "0", 0.0),
 ]
@@ -128,7 +128,7 @@ def test_nothing_typed_gives_the_documented_defaults() -> None:
         num_workers=0,
         run_dir=None,
         start_timeout=120.0,
-        rpc_timeout=60.0,
+        rpc_timeout=0.0,
         log_level="info",
     )
 

@@ -655,6 +655,29 @@ def test_world_size_and_options_of_launch_reach_the_checks(
     assert asked == [(Config(), 3), (Config(epochs=7, lr=0.5), 5)]
 
 
+def test_the_options_of_the_run_to_go_on_from_reach_the_checks(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    doctor_says: Callable[..., int],
+) -> None:
+    asked: list[tuple[Config, int]] = []
+    doctor_says([OK])
+    monkeypatch.setattr(doctor, "all_checks", lambda *args: asked.append(args) or [OK])
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / f"000001-update-7-{'0' * 16}.pt").touch()
+    options = Config(epochs=7, batch_size=16).to_json(inherited_only=True)
+    (tmp_path / "config.json").write_text(json.dumps({"options": options}))
+    resume = ["--resume", str(tmp_path)]
+    assert command.main(["doctor", *resume, "--epochs", "9"]) == 0
+    assert asked == [(Config(epochs=9, batch_size=16, resume=str(tmp_path)), 3)]
+    (tmp_path / "config.json").unlink()
+    capsys.readouterr()
+    assert command.main(["doctor", *resume]) == 7
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.endswith("config.json cannot be read: No such file or directory")
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

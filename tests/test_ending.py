@@ -19,7 +19,7 @@ from ps.checkpoint import Checkpointer, Checkpoints, read
 from ps.config import Config
 from ps.ending import Ending, report_without_server
 from ps.gate import Gate
-from ps.health import Finding
+from ps.health import Doing, Finding
 from ps.metrics import EpochRecord
 from ps.parts import ServerParts, server_parts
 from ps.preparation import Prepared, prepare
@@ -66,7 +66,7 @@ class Run:
         os.close(prepared.run_dir._lock)  # another of this process may go on there
         earlier = Checkpoints(prepared.resume_from) if prepared.resume_from else None
         self.job: ServerParts = server_parts(ALONE, prepared.config, earlier)
-        self.ending = Ending(self.job, ALONE, prepared)
+        self.ending = Ending(self.job, ALONE, prepared, None)
         self.ending.begin()
 
     def update(self) -> None:
@@ -149,6 +149,26 @@ def test_it_is_saved_after_so_many_updates_where_a_number_was_said(
     assert told == at
 
 
+def test_a_later_attempt_tells_how_the_earlier_ones_ended(tmp_path: Path) -> None:
+    """A run that goes on with one that is no attempt of its own job does not."""
+    run = Run(tmp_path)
+    run.end(Outcome("failed", 4, "lost trainer rank 2: killed by SIGKILL"))
+    assert run.report["earlier_attempts"] == []
+    first = {"attempt": 0, "exit_code": 4, "cause": run.report["cause"], "updates": 0}
+    prepared = run.ending._prepared
+    second = Ending(run.job, topology_of(0, 3, port=1, attempt=1), prepared, "rpc")
+    second.begin()
+    assert run.report["earlier_attempts"] == [first]
+    assert (run.report["link"], run.report["precision"]) == ("rpc", "float32")
+    third = Ending(run.job, topology_of(0, 3, port=1, attempt=2), prepared, "rpc")
+    killed = {"attempt": 1, "exit_code": None, "cause": None, "updates": None}
+    third.begin()
+    assert run.report["earlier_attempts"] == [first, killed]
+    again = Ending(run.job, ALONE, prepared, None)
+    again.begin()
+    assert (run.report["earlier_attempts"], run.report["link"]) == ([], None)
+
+
 # --- of a server with two trainers
 
 
@@ -211,7 +231,7 @@ def run(tmp_path: Path) -> Iterator[Started]:
         resume_from=None,
         config=Config(epochs=3, run_dir=tmp_path / "run", checkpoint_every="0"),
     )
-    run = Started(Ending(job, topology, prepared), parts)
+    run = Started(Ending(job, topology, prepared, "local"), parts)
     yield run
     run.parts.server.stop(Outcome("failed", 1, "the test is over"))
     run.ending.checkpointer.close(BOUND_S)
@@ -241,8 +261,9 @@ def test_a_run_that_failed_leaves_the_cause_and_what_was_seen_of_who_holds_it(
     run: Started, warnings: pytest.LogCaptureFixture
 ) -> None:
     run.begin()
-    with sleeper() as process:
-        run.look_at({0: Peer(Identity.of(os.getpid())), 2: peer_of(process)})
+    with sleeper() as process, sleeper() as other:
+        me = Peer(Identity.of(os.getpid()))
+        run.look_at({0: me, 1: peer_of(other), 2: peer_of(process)})
         order = run.take_order(2)
         assert run.ending.side is not None
         run.ending.side.look()
@@ -405,12 +426,15 @@ def test_a_run_whose_weights_cannot_be_written_has_failed(
 # --- reports of trainers, whose server cannot write one
 
 
-def test_a_trainer_reports_what_its_server_cannot(run: Started) -> None:
+def test_a_trainer_reports_what_its_server_cannot(
+    run: Started, warnings: pytest.LogCaptureFixture
+) -> None:
     run.begin()
     head = run.report
     stacks_path(run.path, 0).write_text("Thread 0x1:\n")
     facts = {"pid": 7, "cpu_s": float("nan")}
-    assert report_without_server(run.path, STOPPED, facts)
+    report_without_server(run.path, STOPPED, facts)
+    assert warnings.records[-1].getMessage() == f"failed: {CAUSE}; see {run.path / 'report.json'}"
     assert run.report == {
         **head,
         "status": "failed",
@@ -425,11 +449,12 @@ def test_a_trainer_reports_what_its_server_cannot(run: Started) -> None:
     }
 
 
-def test_only_the_first_trainer_reports(run: Started) -> None:
+def test_only_the_first_trainer_reports(run: Started, warnings: pytest.LogCaptureFixture) -> None:
     run.begin()
-    assert report_without_server(run.path, STOPPED, {})
-    assert not report_without_server(run.path, Finding(0, "another cause", 5), {})
+    report_without_server(run.path, STOPPED, {})
+    report_without_server(run.path, Finding(0, "another cause", 5), {})
     assert run.report["cause"] == CAUSE
+    assert "another cause" not in warnings.text
 
 
 @pytest.mark.parametrize("status", ["done", "failed", "interrupted"])
@@ -438,7 +463,7 @@ def test_a_report_that_the_server_has_written_stays(run: Started, status: Any) -
     run.parts.server.stop(Outcome(status, 1, "its own cause"))
     run.ending.finish()
     before = run.report
-    assert not report_without_server(run.path, STOPPED, {})
+    report_without_server(run.path, STOPPED, {})
     assert run.report == before
 
 
@@ -449,9 +474,9 @@ def test_where_there_is_no_report_of_a_run_a_trainer_writes_none(
     path = tmp_path / "report.json"
     if content is not None:
         path.write_text(content)
-    assert not report_without_server(tmp_path, STOPPED, {})
+    report_without_server(tmp_path, STOPPED, {})
     assert (path.read_text() if path.exists() else None) == content
-    assert not report_without_server(tmp_path / "none", STOPPED, {})
+    report_without_server(tmp_path / "none", STOPPED, {})
 
 
 def test_what_a_trainer_has_reported_stays_the_cause_if_the_server_goes_on_after_all(
@@ -495,6 +520,28 @@ def test_the_failure_of_an_earlier_run_in_the_same_folder_is_not_that_of_this_on
     assert run.ending.finish().cause == "OSError: no room"
 
 
+def test_a_server_whose_lock_is_never_given_back_tells_so_and_ends(
+    run: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update that hangs, as the watching thread finds it."""
+    codes: list[int] = []
+    monkeypatch.setattr("ps.ending.leave", codes.append)
+    run.begin()
+    with sleeper() as process, sleeper() as other:
+        me = Peer(Identity.of(os.getpid()))
+        run.look_at({0: me, 1: peer_of(process), 2: peer_of(other)})
+        assert run.ending.side is not None
+        run.take_order(1)
+        run.ending.side.look()
+        with run.parts.store.lock:
+            run.parts.server._does(1, Doing.SERVED, time.monotonic() - 400)
+            run.ending.side.look()
+    assert codes == [5]
+    assert run.report["cause"].startswith("server rank 0: a call of trainer rank 1 has made no p")
+    assert run.report["failure"]["process"]["state"] in ("running", "sleeping")
+    assert run.report["failure"]["stacks"] == str(stacks_path(run.path, 0))
+
+
 # --- the ranks of a run
 
 
@@ -502,9 +549,9 @@ def test_from_when_all_have_arrived_the_server_looks_at_them_and_knows_why_they_
     run: Started,
 ) -> None:
     watch = Watch()
-    with sleeper() as process:
-        run.ending.watch_ranks({0: Peer(Identity.of(os.getpid())), 1: peer_of(process)}, watch)
-        run.take_order(1)
+    with sleeper() as process, sleeper() as other:
+        me = Peer(Identity.of(os.getpid()))
+        run.ending.watch_ranks({0: me, 1: peer_of(process), 2: peer_of(other)}, watch)
         process.send_signal(signal.SIGKILL)
         until(lambda: has_ended(process), BOUND_S)
         explained = run.parts.server.explain(1)

@@ -13,7 +13,7 @@ from ps.errors import ConfigError
 from ps.faults import FORMS, Fault, parse_fault
 
 NUMBERS = st.integers(0, 999_999_999)
-KINDS = ("kill", "stop", "raise", "nan", "deadlock", "exit0")
+KINDS = ("kill", "stop", "raise", "nan", "hang", "deadlock", "exit0")
 
 
 @pytest.mark.parametrize(

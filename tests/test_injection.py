@@ -141,6 +141,7 @@ def test_a_deadlock_lets_no_thread_run_and_a_signal_still_ends_it() -> None:
 
     def be() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGUSR1, lambda number, frame: None)
         threading.Thread(target=tick, daemon=True).start()
         time.sleep(0.1)
         injection.at_update(0)
@@ -152,6 +153,34 @@ def test_a_deadlock_lets_no_thread_run_and_a_signal_still_ends_it() -> None:
     with forked(be) as pid:
         assert os.read(reader, 1) == b"."
         until(is_silent, BOUND_S)
+        os.kill(pid, signal.SIGUSR1)
+        assert is_silent()
+        os.kill(pid, signal.SIGTERM)
+        assert status_of(pid) == signal.SIGTERM
+    os.close(reader)
+    os.close(writer)
+
+
+@pytest.mark.slow
+def test_one_that_hangs_lets_the_other_threads_run() -> None:
+    injection = injected("hang:1@0")
+    reader, writer = os.pipe()
+
+    def tick() -> None:
+        while True:
+            os.write(writer, b".")
+            time.sleep(0.01)
+
+    def be() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        threading.Thread(target=tick, daemon=True).start()
+        injection.at_update(0)
+
+    with forked(be) as pid:
+        read = 0
+        while read < 30:
+            assert select.select([reader], [], [], BOUND_S)[0]
+            read += len(os.read(reader, 1))
         os.kill(pid, signal.SIGTERM)
         assert status_of(pid) == signal.SIGTERM
     os.close(reader)
@@ -296,7 +325,11 @@ def test_a_fault_of_a_rank_that_cannot_have_it_is_a_bad_option(
     ("fault", "world_size"),
     [
         *((f"{kind}:{rank}@1", 3) for kind in ("kill", "stop", "raise") for rank in (0, 2)),
-        *((f"{kind}:{rank}@1", 3) for kind in ("deadlock", "exit0", "leak") for rank in (0, 2)),
+        *(
+            (f"{kind}:{rank}@1", 3)
+            for kind in ("hang", "deadlock", "exit0", "leak")
+            for rank in (0, 2)
+        ),
         *(("nan:0@1", 1), ("slow:0x2", 1), ("nan:1@1", 2), ("slow:2x2", 3)),
     ],
 )

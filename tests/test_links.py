@@ -96,7 +96,7 @@ class _Connect:
 
     def _local(self, end: LocalServer, trainer: int) -> Link:
         address = Address(end.invitation["name"], end.invitation["key"])
-        link = LocalLink(address, trainer, timeout_s=20.0)
+        link = LocalLink(address, trainer, 20.0)
         self._opened.append(link)
         return link
 

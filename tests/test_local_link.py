@@ -210,11 +210,23 @@ def test_a_call_that_takes_longer_than_its_limit_names_call_and_option(listen: L
         while True:
             channel.receive()
 
-    link = LocalLink(listen(serve), 1, 1.0)
+    link = LocalLink(listen(serve), 1, 5.0, rpc_timeout_s=1.0)
     with pytest.raises(
         PeerLost, match=r"^evaluate got no answer from the server in 1 s \(--rpc-timeout\)$"
     ):
         link.evaluate(1, torch.ones(1))
+    link.close()
+
+
+def test_without_a_limit_a_call_may_take_longer_than_the_connection(listen: Listen) -> None:
+    def serve(channel: Channel) -> None:
+        channel.receive()
+        channel.receive()
+        time.sleep(0.6)
+        channel.send(torch.ones(1))
+
+    link = LocalLink(listen(serve), 1, 0.3)
+    assert link.evaluate(1, torch.ones(1)).equal(torch.ones(1))
     link.close()
 
 
@@ -224,7 +236,7 @@ def test_a_large_message_to_a_server_that_stands_still_has_the_same_limit(listen
     def serve(channel: Channel) -> None:
         resume.wait(5)
 
-    link, started = LocalLink(listen(serve), 1, 1.0), time.monotonic()
+    link, started = LocalLink(listen(serve), 1, 5.0, rpc_timeout_s=1.0), time.monotonic()
     with pytest.raises(PeerLost, match=r"^evaluate got no answer from the server in 1 s"):
         link.evaluate(1, torch.ones(MEBIBYTE))
     assert time.monotonic() - started < 3

@@ -294,10 +294,13 @@ def test_auto_leaves_a_folder_alone_in_which_no_run_has_begun() -> None:
     assert message.startswith("--run-dir elsewhere is not empty (it holds precious); ")
 
 
-def test_auto_leaves_the_folder_of_a_run_that_is_done_alone() -> None:
-    left("--run-dir", "elsewhere/run", status="done")
-    message = refused("--resume", "auto", "--run-dir", "elsewhere/run")
-    assert message.startswith("--run-dir elsewhere/run is not empty (it holds checkpoints); ")
+def test_auto_goes_on_in_the_folder_that_is_typed_also_if_that_run_is_done() -> None:
+    """The command of a job that a scheduler starts again is done at once."""
+    left("--run-dir", "elsewhere/run", "--epochs", "5", status="done")
+    made = prepared("--resume", "auto", "--run-dir", "elsewhere/run")
+    assert same(made.run_dir.path, "elsewhere/run")
+    assert same(made.resume_from, "elsewhere/run")
+    assert made.config.epochs == 5
 
 
 def own_attempt(*argv: str, checkpoints: int) -> Prepared:

@@ -138,6 +138,19 @@ def test_further_epochs_of_a_job_that_is_done_are_trained_alone(
     assert len(report["history"]) == EPOCHS + 20
 
 
+def test_a_job_that_is_done_and_is_started_again_is_done_at_once(
+    tmp_path: Path, uninterrupted: Run
+) -> None:
+    whole = uninterrupted("server")
+    shutil.copytree(whole.run_dir, tmp_path / "run", ignore=shutil.ignore_patterns("torchrun"))
+    again = ("--resume", "auto", "--run-dir", str(tmp_path / "run"))
+    done = Job(tmp_path, *again).wait()
+    assert done.exit_code == 0, done.text
+    for key in ("status", "updates", "samples_trained", "history", "test_accuracy"):
+        assert done.report[key] == whole.report[key]
+    assert all(value.equal(done.model[name]) for name, value in whole.model.items())
+
+
 def test_one_process_is_stopped_and_goes_on_by_itself_in_its_folder(tmp_path: Path) -> None:
     args = (*PLAIN, "--resume", "auto")
     first = stopped(Job(tmp_path, *args, world_size=1), f"epoch 5/{EPOCHS} evaluated")
@@ -168,6 +181,9 @@ def test_after_a_killed_rank_torchrun_starts_all_again_and_they_go_on(
     assert "server rank 0 | going on from " in done.text
     report = done.report
     assert (report["status"], report["attempt"]) == ("done", 1)
+    [earlier] = report["earlier_attempts"]
+    lost = f"lost {'trainer' if rank else 'server'} rank {rank}: killed by SIGKILL"
+    assert (earlier["attempt"], earlier["exit_code"], earlier["cause"]) == (0, 4, lost)
     assert (report["updates"], report["samples_trained"]) == (2 * UPDATES, SAMPLES)
     assert sum(trainer["samples"] for trainer in report["trainers"].values()) == SAMPLES
     assert [record["updates"] for record in report["history"]] == [*range(50, 2 * UPDATES + 1, 50)]

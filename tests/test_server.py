@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ps.health import Doing, Finding
 from ps.protocol import Evaluate, Evaluated, Finished, Order, Train, Trained, Wait
-from ps.server import Outcome
+from ps.server import Outcome, ParameterServer
 from ps.workload import Workload, fetch, make_model
 from tests.helpers import COMPUTE, Parts, assert_equal, server_of, sgd, train_all
 from tests.plugins import fixed_gradients, one_weight_for_each_sample, perceptron
@@ -368,6 +368,22 @@ def test_one_loss_that_is_found_twice_is_one() -> None:
     assert parts.server.circumstances()["consequences"] == []
 
 
+def test_one_loss_that_two_threads_find_at_once_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The link's, and the one that watches."""
+    parts = two_at_work()
+    abandon = parts.server._abandon
+
+    def be_overtaken(ranks: set[int]) -> None:
+        monkeypatch.setattr(parts.server, "_abandon", abandon)
+        parts.server.found(gone(1))
+        abandon(ranks)
+
+    monkeypatch.setattr(parts.server, "_abandon", be_overtaken)
+    parts.server.found(gone(1))
+    assert parts.outcome.cause == "lost trainer rank 1: killed by SIGKILL"
+    assert parts.server.circumstances()["consequences"] == []
+
+
 def test_what_goes_wrong_after_the_cause_is_a_consequence() -> None:
     parts = two_at_work()
     parts.server.found(Finding(1, "it has been stopped for 60 s", 5))
@@ -521,6 +537,12 @@ def test_whose_turn_it_is_is_known_from_joining_to_leaving() -> None:
     assert doing(parts) == {1: Doing.WORKING, 2: Doing.WORKING}
     parts.server.leave(1)
     assert doing(parts) == {2: Doing.WORKING}
+
+
+def test_a_trainer_that_has_arrived_is_expected_to_join() -> None:
+    parts = server_of(perceptron(), trainers=(1, 2))
+    parts.server.arrived()
+    assert doing(parts) == {1: Doing.WORKING, 2: Doing.WORKING}
 
 
 @pytest.mark.parametrize("call", ["forward", "backward", "evaluate", "contribution"])
@@ -730,3 +752,24 @@ def test_an_epoch_of_which_one_order_is_left_goes_on() -> None:
     parts = skipping("server", (0, 0), (0, 1), (0, 2), epochs=2)
     assert parts.server.outcome is None
     assert (parts.store.version, len(parts.metrics.history)) == (5, 2)
+
+
+def test_what_was_trained_on_before_a_restart_counts_for_its_epoch() -> None:
+    workload = perceptron(num_train=16)
+    before = server_of(workload)
+    before.server.next_order(1, result_of(before, 1, before.server.next_order(1, None).wait()))
+    state = before.server.state()
+    broken = replace(workload, loss=lambda *args: workload.loss(*args) * math.nan)
+    store = server_of(broken, skip_nonfinite=True)
+    store.store.restore(state["store"])
+    store.orders.restore(state["orders"])
+    store.metrics.restore(state["metrics"])
+    server = ParameterServer(
+        *(store.store, store.orders, store.metrics, store.compute),
+        trainers=(1,),
+        skip_nonfinite=True,
+    )
+    parts = replace(store, server=server)
+    result = result_of(parts, 1, server.next_order(1, None).wait())
+    assert isinstance(server.next_order(1, result).wait(), Evaluate)
+    assert (server.outcome, parts.metrics.orders_skipped) == (None, 1)

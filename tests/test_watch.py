@@ -61,6 +61,7 @@ class Server:
     def __init__(self, **progress: Progress) -> None:
         self.made = {int(rank.removeprefix("t")): made for rank, made in progress.items()}
         self.findings: list[Finding] = []
+        self.stuck: list[tuple[Finding, Mapping[str, Any]]] = []
         self.on_found: Callable[[], None] = lambda: None
 
     def progress(self) -> Mapping[int, Progress]:
@@ -124,6 +125,7 @@ def side_of(
         run_dir,
         stall_timeout_s=stall_timeout_s,
         memory_limit_bytes=memory_limit_bytes,
+        on_stuck=lambda finding, facts: server.stuck.append((finding, facts)),
     )
 
 
@@ -527,6 +529,38 @@ def test_a_call_that_is_not_answered_shows_the_stacks_of_the_server(tmp_path: Pa
     stacks = stacks_path(tmp_path, 0).read_text()
     assert "test_a_call_that_is_not_answered_shows_the_stacks_of_the_server" in stacks
     assert not stacks_path(tmp_path, 1).exists()
+
+
+def test_a_server_that_cannot_be_told_stops_nobody_from_looking(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lock is held. Each look tries again, and never two at once."""
+    monkeypatch.setattr(watch_module, "TELL_BOUND_S", 0.05)
+    server, lock = Server(t1=working(), t2=working()), threading.Lock()
+    tried: list[float] = []
+
+    def wait() -> None:
+        tried.append(time.monotonic())
+        with lock:
+            pass
+
+    server.on_found = wait
+    with sleeper() as first, sleeper() as second:
+        side = side_of(server, tmp_path, first, second)
+        kill(first)
+        with lock:
+            side.look()
+            kill(second)
+            side.look()
+            assert (len(tried), server.findings, server.stuck) == (1, [], [])
+            server.made[2] = Progress(Doing.SERVED, time.monotonic() - 70)
+            side.look()
+            [(finding, facts)] = server.stuck
+            assert (finding.rank, finding.exit_code, facts["pid"]) == (0, 5, os.getpid())
+        until(lambda: len(server.findings) == 1, BOUND_S)
+        side.look()
+        assert {found.rank for found in server.findings} == {0, 1, 2}
+        assert len(server.stuck) == 1
 
 
 def test_a_stopped_trainer_is_found_after_the_timeout_and_then_goes_on(tmp_path: Path) -> None:

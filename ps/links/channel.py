@@ -8,6 +8,7 @@ not matter. Messages are pickles, read only from those who know the key.
 from __future__ import annotations
 
 import io
+import math
 import mmap
 import os
 import pickle
@@ -50,6 +51,14 @@ class Channel:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+
+    def limit(self, timeout_s: float | None) -> None:
+        """What is sent or received raises BlockingIOError after that; None for never."""
+        micros = math.ceil((timeout_s or 0) * 1e6)
+        bound = struct.pack("ll", *divmod(micros, 10**6))
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as same:
+            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                same.setsockopt(socket.SOL_SOCKET, option, bound)
 
     def send(self, message: Any) -> None:
         self._connection.send_bytes(encode(message))
@@ -115,16 +124,15 @@ class Listener:
 
 
 def dial(address: Address, timeout_s: float) -> Channel:
-    """Call. What is sent or received later raises BlockingIOError after timeout_s.
+    """Call. What is sent or received later raises BlockingIOError after timeout_s, see limit().
 
     Raises:
         LaunchError: nobody answers, or not with the same key.
     """
     caller = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
-    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        caller.setsockopt(socket.SOL_SOCKET, option, limit)
     connection = Connection(caller.detach())
+    channel = Channel(connection)
+    channel.limit(timeout_s)
     try:
         with socket.socket(fileno=os.dup(connection.fileno())) as same:
             same.connect(f"\0{address.name}")
@@ -134,7 +142,7 @@ def dial(address: Address, timeout_s: float) -> Channel:
         connection.close()
         reason = str(error) or type(error).__name__
         raise LaunchError(f"no connection to rank 0: {reason}") from None
-    return Channel(connection)
+    return channel
 
 
 class Memory:

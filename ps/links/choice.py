@@ -88,4 +88,4 @@ def connect(invitation: Mapping[str, str], rendezvous: Rendezvous, config: Confi
     if invitation["link"] == "rpc":
         return RpcLink(rendezvous, config)
     address = Address(invitation["name"], invitation["key"])
-    return LocalLink(address, rendezvous.topology.rank, config.rpc_timeout)
+    return LocalLink(address, rendezvous.topology.rank, config.start_timeout, config.rpc_timeout_s)

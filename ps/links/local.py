@@ -103,15 +103,22 @@ class LocalLink(RemoteCalls):
 
     by_message = False
 
-    def __init__(self, address: Address, trainer: int, timeout_s: float) -> None:
-        """Connects.
+    def __init__(
+        self,
+        address: Address,
+        trainer: int,
+        start_timeout_s: float,
+        rpc_timeout_s: float | None = None,
+    ) -> None:
+        """Connects. rpc_timeout_s is for each call, None for no limit.
 
         Raises:
             LaunchError: that is not possible.
         """
-        self._timeout_s = timeout_s
-        self._channel = dial(address, timeout_s)
+        self._timeout_s = rpc_timeout_s
+        self._channel = dial(address, start_timeout_s)
         self._channel.send(trainer)
+        self._channel.limit(rpc_timeout_s)
 
     def open_mailbox(self, flat: FlatModel) -> Mailbox:
         """The one that the server has for this trainer."""
@@ -133,7 +140,7 @@ class LocalLink(RemoteCalls):
             self._channel.send((method, args))
             answered = self._channel.receive()
         except BlockingIOError:
-            limit = f"{self._timeout_s:.0f} s (--rpc-timeout)"
+            limit = f"{self._timeout_s or 0:.0f} s (--rpc-timeout)"
             raise PeerLost(f"{method} got no answer from the server in {limit}") from None
         except (OSError, EOFError) as error:
             what = str(error) or type(error).__name__
