@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from ps.config import Config
+from ps.config import WEEK_S, Config
 from ps.errors import LaunchError, PeerLost, first_line
 from ps.flat import FlatModel, Mailbox, private_mailbox
 from ps.links.answers import RemoteCalls, answer, value
@@ -63,7 +63,7 @@ class RpcGroup:
         )
         options = rpc.TensorPipeRpcBackendOptions(
             num_worker_threads=_num_threads(topology),
-            rpc_timeout=config.rpc_timeout,
+            rpc_timeout=config.rpc_timeout_s or WEEK_S,  # 0 would break the start off
             init_method=f"{SCHEME}://",
             _transports=["uv"],  # the default, shm, polls: an idle process takes a whole core
         )
