@@ -16,7 +16,7 @@ from collections.abc import MutableMapping, Sequence
 
 from ps import gate, interruption, log, machine, rundir
 from ps.config import parse_args
-from ps.errors import CheckpointUnusable, ConfigError, Interrupted, PsError
+from ps.errors import CheckpointUnusable, ConfigError, Interrupted, Orphaned, PsError
 from ps.preparation import prepare, ready_bound_s
 from ps.topology import Topology
 from ps.watch import HOLD_S, Watch
@@ -40,10 +40,11 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
         watch = Watch()
         if topology.is_server:
             interruption.raise_once()
+            watch.on_orphaned = interruption.interrupt  # it may be fetching for minutes
+            watch.start()
             prepared = prepare(topology, config, argv)
             interruption.end_after(prepared.run_dir.discard)
             watch.end_orphaned_after(prepared.run_dir.discard)
-            watch.start()
             from ps.run import run_server  # late on purpose: this is what loads torch
 
             return run_server(topology, prepared, watch)
@@ -56,7 +57,8 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
     except PsError as error:
         if rank == "0" and isinstance(error, ConfigError | CheckpointUnusable):
             rundir.refuse(error_file, error.exit_code)
-        if rank != "0" and "TORCHELASTIC_RUN_ID" in environ:
+        is_orphaned = isinstance(error, Orphaned)
+        if rank != "0" and "TORCHELASTIC_RUN_ID" in environ and not is_orphaned:
             # Rank 0 sees the same, or is the cause: torchrun names the rank that exits first.
             time.sleep(HOLD_S)
         log.log.error("%s", error)

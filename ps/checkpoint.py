@@ -55,6 +55,7 @@ class Checkpoints:
                 _save({"format": FORMAT, **state}, hashing)
                 file.flush()
                 os.fsync(file.fileno())
+            os.listdir(self.folder)  # raises where paths() would tell that there are none
             older = self.paths()
             sequence = sequence_of(older[-1]) + 1 if older else 1
             path = self.folder / f"{sequence:06}-update-{version}-{hashing.digest}.pt"
@@ -158,9 +159,10 @@ class Checkpointer:
             self._wake.wait(self._interval_s)
             self._wake.clear()
             closing = self._closing  # before the save: it has all that came until this was set
-            self._save()
+            self.save()
 
-    def _save(self) -> None:
+    def save(self) -> None:
+        """Save now, if anything is new. Blocks. Of others than the thread, only before start()."""
         try:
             state = self._state()
             mark = (state["store"]["version"], state["orders"])
@@ -170,7 +172,7 @@ class Checkpointer:
         except Exception as error:  # whatever it is, training goes on
             if not self._failing:
                 reason = first_line(error) or type(error).__name__
-                log.warning("no checkpoint could be saved, training goes on without: %s", reason)
+                log.warning("no checkpoint could be saved: %s", reason)
             self._failing = True
             return
         if self._failing:

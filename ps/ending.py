@@ -8,7 +8,8 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 
 from ps import rundir
 from ps.checkpoint import Checkpointer, Checkpoints
-from ps.errors import first_line
+from ps.errors import LaunchError, first_line
 from ps.files import replacing
 from ps.health import Finding
 from ps.log import log
@@ -25,9 +26,10 @@ from ps.preparation import Prepared
 from ps.processes import Peer
 from ps.server import Outcome
 from ps.topology import Topology, role_of
-from ps.watch import ServerSide, Watch, leave, stacks_path
+from ps.watch import LOCK_BOUND_S, ServerSide, Watch, dump_stacks, leave, stacks_path
 
 SAVE_BOUND_S = 25.0  # torchrun kills 30 s after its SIGTERM
+DONE_BOUND_S = 600.0
 RUNNING = "running"
 
 
@@ -53,10 +55,21 @@ class Ending:
         self._outcome: Outcome | None = None  # under _lock
 
     def begin(self) -> None:
-        """The job starts: from now on its folder says so, and it is saved."""
+        """The job starts: from now on its folder says so, and it is saved.
+
+        Raises:
+            LaunchError: the folder cannot be written.
+        """
         prepared = self._prepared
-        self.run_dir.write_options(prepared.config.to_json(inherited_only=True), prepared.job)
-        self.run_dir.write_report(self._head(RUNNING))
+        try:
+            self.run_dir.write_options(prepared.config.to_json(inherited_only=True), prepared.job)
+            self.run_dir.write_report(self._head(RUNNING))
+        except OSError as error:
+            reason = f"{self.run_dir.path} cannot be written: {error.strerror}"
+            raise LaunchError(reason) from None
+        source = prepared.resume_from
+        if source is not None and source.resolve() != self.run_dir.path.resolve():
+            self.checkpointer.save()  # or this folder, the latest from now on, has none
         self.run_dir.publish()
         self.checkpointer.start()
 
@@ -76,8 +89,36 @@ class Ending:
         server.arrived()
         watch.look_with(self.side.look, peers.values())
 
+    def stop(
+        self,
+        outcome: Outcome,
+        *,
+        loss: Finding | None = None,
+        abandoned: Iterable[int] = (),
+        bound_s: float = LOCK_BOUND_S,
+    ) -> None:
+        """End the job, for what was lost before if anything was. From any thread.
+
+        Where the server's lock is not given back within bound_s, this process ends.
+        """
+        server = self._job.server
+
+        def stop() -> None:
+            if loss is not None:
+                server.found(loss)
+            server.stop(outcome, abandoned)
+
+        thread = threading.Thread(target=stop, name="stop", daemon=True)
+        thread.start()
+        thread.join(bound_s)
+        if thread.is_alive():
+            rank = self._topology.rank
+            text = f"{outcome.cause}, and its lock was not given back for {bound_s:.0f} s"
+            self._end_stuck(Finding(rank, text, outcome.exit_code), {})
+
     def _end_stuck(self, finding: Finding, facts: Mapping[str, Any]) -> None:
         """Whoever makes no progress holds the server's lock: nothing can be saved."""
+        dump_stacks(self.run_dir.path, finding.rank)
         report_without_server(self.run_dir.path, finding, facts)
         leave(finding.exit_code)
 
@@ -85,7 +126,10 @@ class Ending:
         """Save and tell how it ended. Only once the job has; further calls change nothing."""
         with self._lock:
             if self._outcome is None:
-                self.checkpointer.close(SAVE_BOUND_S)
+                is_done = self._job.server.outcome == Outcome("done")
+                if not self.checkpointer.close(DONE_BOUND_S if is_done else SAVE_BOUND_S):
+                    last = self.checkpointer.last
+                    log.warning("the last state is not saved; the newest checkpoint is %s", last)
                 self._outcome = self._tell()
                 self._remove_empty_stacks()
         return self._outcome
@@ -172,14 +216,15 @@ class Ending:
     def _remove_empty_stacks(self) -> None:
         for rank in range(self._topology.world_size):
             path = stacks_path(self.run_dir.path, rank)
-            if path.exists() and not path.stat().st_size:
-                path.unlink(missing_ok=True)
+            with suppress(OSError):
+                if not path.stat().st_size:
+                    path.unlink()
 
 
 def report_without_server(run_dir: Path, finding: Finding, facts: Mapping[str, Any]) -> None:
     """Report and last line where the server cannot tell them, unless somebody has already."""
     report = rundir.report_of(run_dir)
-    if report.get("status") != RUNNING:
+    if report.get("status", RUNNING) != RUNNING:
         return
     report |= {
         "status": "failed",
@@ -188,10 +233,10 @@ def report_without_server(run_dir: Path, finding: Finding, facts: Mapping[str, A
         "failure": {**_failure_of(finding.rank, run_dir), "process": dict(facts)},
     }
     try:
-        path = rundir.write(run_dir, rundir.REPORT, _finite(report))
-    except OSError:
-        return
-    log.error("failed: %s; see %s", finding.cause, path)
+        seen = f"see {rundir.write(run_dir, rundir.REPORT, _finite(report))}"
+    except OSError as error:
+        seen = f"the report could not be written: {error.strerror}"
+    log.error("failed: %s; %s", finding.cause, seen)
 
 
 def _reported(run_dir: Path) -> dict[str, Any] | None:
@@ -214,8 +259,17 @@ def _failure_of(rank: int, run_dir: Path) -> dict[str, Any]:
     return {
         "rank": rank,
         "role": role_of(rank),
-        "stacks": str(stacks) if stacks.exists() and stacks.stat().st_size else None,
+        "stacks": str(stacks) if _is_new(stacks, run_dir / rundir.REPORT) else None,
     }
+
+
+def _is_new(stacks: Path, report: Path) -> bool:
+    """Whether there are some, and not of an earlier attempt: each has written its report since."""
+    try:
+        seen = stacks.stat()
+        return seen.st_size > 0 and seen.st_mtime_ns >= report.stat().st_mtime_ns
+    except OSError:
+        return False
 
 
 def _finite(value: Any) -> Any:

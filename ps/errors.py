@@ -1,4 +1,4 @@
-"""The errors that end a job, each with the exit code of the process that raises it."""
+"""The ways in which a job can fail, each with its exit code. Not all of them are raised."""
 
 from __future__ import annotations
 
@@ -56,12 +56,15 @@ class Orphaned(PsError):
 
     exit_code = 9
 
+    def __init__(self) -> None:
+        super().__init__("torchrun, the parent of all ranks, is gone")
+
 
 class Interrupted(BaseException):
     """A signal asked this process to end. Like KeyboardInterrupt, not for `except Exception`."""
 
     def __init__(self, signal_name: str, signal_number: int) -> None:
-        hint = ", which torchrun sends when another rank has failed"
+        hint = ", which torchrun sends when it is stopped or another rank has failed"
         super().__init__(f"stopped by {signal_name}{hint if signal_name == 'SIGTERM' else ''}")
         self.exit_code = 128 + signal_number
 

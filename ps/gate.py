@@ -24,9 +24,14 @@ class Gate:
         self._listener: socket.socket | None = None
         name = _name(topology)
         if name is not None:
-            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            self._listener.bind(name)
-            self._listener.listen(topology.world_size)
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                listener.bind(name)
+            except OSError:  # somebody has that name: go on without, which costs a second or two
+                listener.close()
+                return
+            listener.listen(topology.world_size)
+            self._listener = listener
 
     def open(self) -> None:
         """Let those who wait go on. May be called again."""
@@ -61,4 +66,5 @@ def wait(topology: Topology, num_cores: int, bound_s: float) -> None:
 def _name(topology: Topology) -> str | None:
     if topology.run_id is None or sys.platform != "linux":
         return None
-    return f"\0parameter-server-{topology.run_id}-{topology.restart_count}"
+    job = f"{topology.run_id}-{topology.master_port}-{topology.restart_count}"
+    return f"\0parameter-server-{job}"

@@ -1,4 +1,4 @@
-"""What SIGINT and SIGTERM do to this process, in each part of its life."""
+"""What the signals of torchrun do to this process, in each part of its life."""
 
 from __future__ import annotations
 
@@ -71,6 +71,11 @@ def by_handle() -> int:
 def show_stacks_to(file: TextIO) -> None:
     """On SIGUSR1, write the stacks of all threads there, also of one that holds the GIL."""
     faulthandler.register(signal.SIGUSR1, file, all_threads=True)
+
+
+def interrupt() -> None:
+    """As if a signal had come, from any thread."""
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def check() -> None:

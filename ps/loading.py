@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 
@@ -89,6 +90,8 @@ _worker: tuple[Samples, int] | None = None
 def _become_worker(samples: Samples, seed: int, parent: int) -> None:
     global _worker
     interruption.end_at_once()
+    if sys.platform == "linux":
+        os.setpgid(0, 0)  # torchrun's signals reach the whole group; these end with their parent
     machine.end_with_parent(parent)
     torch.set_num_threads(1)
     _worker = (samples, seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import threading
 import time
 import traceback
@@ -12,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -31,7 +32,7 @@ from ps.injection import Injection
 from ps.links import channel
 from ps.links.answers import InProcessLink
 from ps.links.choice import ServerEnd, choose, connect
-from ps.links.rendezvous import Rendezvous, record_for_torchrun
+from ps.links.rendezvous import Rendezvous, record_for_torchrun, require_torchrun
 from ps.links.shelf import Shelf, take_from
 from ps.log import log
 from ps.parts import ServerParts, TrainerParts, server_parts, threads_of
@@ -57,6 +58,7 @@ def run_server(topology: Topology, prepared: Prepared, watch: Watch) -> int:
     """
     config, run_dir = prepared.config, prepared.run_dir
     try:
+        require_torchrun(topology)
         rendezvous = None if topology.is_alone else Rendezvous(topology, config.start_timeout)
         shelf = Shelf() if rendezvous and channel.works_here() else None
         if shelf:
@@ -74,7 +76,7 @@ def run_server(topology: Topology, prepared: Prepared, watch: Watch) -> int:
     link = end.invitation["link"] if end else None
     ending = Ending(job, topology, prepared, link)
     job.server.after_update = _after_update(topology, config, ending.checkpointer)
-    watch.on_orphaned = lambda: _end_orphaned(job.server)
+    watch.on_orphaned = lambda: _end_orphaned(ending, topology)
     machine.keep_freed_memory()  # not earlier: the model's first place is given back
     try:
         interruption.raise_once()
@@ -88,16 +90,16 @@ def run_server(topology: Topology, prepared: Prepared, watch: Watch) -> int:
             else:
                 _serve(job, config, rendezvous, end, shelf, ending, watch)
         except PsError as error:
-            job.server.stop(Outcome("failed", error.exit_code, str(error)))
+            ending.stop(Outcome("failed", error.exit_code, str(error)))
         except (Exception, SystemExit) as error:
+            interruption.check()  # what fails after a signal is no cause
             cause = f"{topology.role} rank {topology.rank}: {_in_one_line(error)}"
-            job.server.stop(Outcome("failed", _explain(error, topology), cause))
+            ending.stop(Outcome("failed", _explain(error, topology), cause))
         interruption.ignore()
     except Interrupted as error:
         interruption.ignore()
-        if loss := ending.side and ending.side.lost_before():
-            job.server.found(loss)
-        job.server.stop(Outcome("interrupted", error.exit_code, str(error)))
+        loss = ending.side.lost_before() if ending.side else None
+        ending.stop(Outcome("interrupted", error.exit_code, str(error)), loss=loss)
     watch.close()
     outcome = ending.finish()
     if end is not None and job.server.all_left:
@@ -122,17 +124,11 @@ def _after_update(
     return act
 
 
-def _end_orphaned(server: ParameterServer) -> None:
-    """The main thread saves and ends; if it is stuck, this thread ends the process."""
-
-    def stop() -> None:
-        cause = "torchrun, the parent of all ranks, is gone"
-        server.abandon_all()
-        server.stop(Outcome("failed", Orphaned.exit_code, cause))
-
-    # Not in this thread: whoever is stuck may hold the server's lock.
-    threading.Thread(target=stop, name="orphaned", daemon=True).start()
-    time.sleep(ORPHAN_BOUND_S)
+def _end_orphaned(ending: Ending, topology: Topology) -> None:
+    """Save and end, not in the main thread, which may be in a long step."""
+    outcome = Outcome("failed", Orphaned.exit_code, str(Orphaned()))
+    ending.stop(outcome, abandoned=topology.trainers, bound_s=ORPHAN_BOUND_S)
+    ending.finish()
     leave(Orphaned.exit_code)
 
 
@@ -152,17 +148,17 @@ def run_trainer(topology: Topology, config: Config, watch: Watch) -> int:
     make = TrainerParts(config, workload, Injection(config.faults, topology))
     _watch_stacks(watch, Path(announced["run_dir"]), topology.rank, config)
     rendezvous.gather(_card())
-    _watch_server(topology, config, Path(announced["run_dir"]), rendezvous, watch)
+    side = _watch_server(topology, config, Path(announced["run_dir"]), rendezvous, watch)
     server = connect(announced["invitation"], rendezvous, config)
     code = 0
     try:
         worker = make.worker(topology.rank, server)
         machine.keep_freed_memory()  # not earlier: the model's first place is given back
-        train(topology.rank, server, worker, at_end=watch.close)
+        train(topology.rank, server, worker, at_end=side.expect_end)
     except PeerLost:
         raise
     except (Exception, SystemExit) as error:
-        watch.close()
+        side.expect_end()
         code = _explain(error, topology)
         with suppress(Exception):
             server.fail(topology.rank, _in_one_line(error), code)
@@ -173,7 +169,7 @@ def run_trainer(topology: Topology, config: Config, watch: Watch) -> int:
 
 def _watch_server(
     topology: Topology, config: Config, run_dir: Path, rendezvous: Rendezvous, watch: Watch
-) -> None:
+) -> TrainerSide:
     """Leave when the server has ended without saying so, or stalls."""
     server, me = (_peer_of(rendezvous, rank) for rank in (SERVER_RANK, topology.rank))
 
@@ -198,6 +194,7 @@ def _watch_server(
     )
     watch.on_signal = lambda number: _end_by_signal(watch, number)
     watch.look_with(side.look, [server])
+    return side
 
 
 def _end_by_signal(watch: Watch, number: int) -> None:
@@ -207,11 +204,12 @@ def _end_by_signal(watch: Watch, number: int) -> None:
 
 def _watch_stacks(watch: Watch, run_dir: Path, rank: int, config: Config) -> None:
     """Where this process's stacks are written, when it is asked for them or cannot go on."""
+    file: TextIO
     try:
         file = stacks_path(run_dir, rank).open("a")
     except OSError as error:
-        log.debug("no stacks will be written: %s", error.strerror)
-        return
+        log.warning("stacks will be printed, if need be: %s", error.strerror)
+        file = sys.stderr
     interruption.show_stacks_to(file)
     if config.stall_timeout_s is not None:
         watch.guard(file, config.stall_timeout_s + GIL_GRACE_S)
@@ -232,7 +230,15 @@ def _train_alone(
 
 def _end_if_stuck(server: ParameterServer, ending: Ending) -> None:
     """World size 1: nothing else could end a main thread that makes no progress."""
-    server.ended.wait()
+    came_at = math.inf
+    while not server.ended.wait(TICK_S):
+        try:
+            interruption.check()
+        except Interrupted as error:
+            came_at = min(came_at, time.monotonic())
+            if time.monotonic() - came_at > GOODBYE_BOUND_S:  # so long a step is not waited for
+                outcome = Outcome("interrupted", error.exit_code, str(error))
+                ending.stop(outcome, abandoned={SERVER_RANK})
     time.sleep(GOODBYE_BOUND_S)
     leave(ending.finish().exit_code)
 

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,12 +117,15 @@ def write(run_dir: Path, name: str, content: Mapping[str, object]) -> Path:
 
 
 def generated(job: str | None, *, again: bool = False) -> Path:
-    """runs/<time>-<job>, or with `again` the one that this job has made before.
+    """runs/<time>-<job>, or with `again` the one that an earlier attempt of this job used.
 
     job None stands for a random name.
     """
-    if again and job is not None and (made := sorted(PARENT.glob(f"*-{job}"))):
-        return made[-1]
+    if again and job is not None:
+        there = sorted(folder for folder in PARENT.glob("*") if not folder.is_symlink())
+        used = [folder for folder in there if job_of(folder) == job]  # which may be of another job
+        if made := used or [folder for folder in there if folder.name.endswith(f"-{job}")]:
+            return made[-1]
     return PARENT / f"{time.strftime('%Y%m%d-%H%M%S')}-{job or secrets.token_hex(3)}"
 
 
@@ -224,6 +228,7 @@ def _unusable(option: str, path: Path, error: OSError) -> ConfigError:
 def _lock(path: Path) -> int:
     """Without a file that could be left: on the folder itself, until this process ends."""
     handle = os.open(path, os.O_RDONLY)
+    os.register_at_fork(after_in_child=partial(_forget, handle, os.fstat(handle)))
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -234,6 +239,13 @@ def _lock(path: Path) -> int:
     except OSError:
         log.debug("%s is on a file system without locks", path)
     return handle
+
+
+def _forget(handle: int, locked: os.stat_result) -> None:
+    """A process that this one forks shares the lock, and may live on."""
+    with suppress(OSError):
+        if os.path.samestat(os.fstat(handle), locked):
+            os.close(handle)
 
 
 def _holds(entry: Path, error_file: str | None) -> bool:

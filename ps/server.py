@@ -213,23 +213,17 @@ class ParameterServer:
             if rank in self._present:  # else it has left, or has told why
                 seen = not finding.is_quiet
                 outcome = Outcome("failed", finding.exit_code, cause, rank, rank_ends=seen)
-                self._abandon({rank})
-                self._depart(rank, outcome)
+                self._depart(rank, outcome, abandoned=True)
         else:
-            self._abandon({rank})
-            self.stop(Outcome("failed", finding.exit_code, cause, rank))
+            self.stop(Outcome("failed", finding.exit_code, cause, rank), abandoned={rank})
 
-    def abandon_all(self) -> None:
-        """Wait for no trainer when the job ends."""
-        self._abandon(self._present)
+    def stop(self, outcome: Outcome, abandoned: Iterable[int] = ()) -> None:
+        """End the job, unless it has ended; nothing more is applied, and trainers are sent home.
 
-    def _abandon(self, ranks: Iterable[int]) -> None:
+        Those who are abandoned are not waited for.
+        """
         with self._lock:
-            self._abandoned.update(ranks)
-
-    def stop(self, outcome: Outcome) -> None:
-        """End the job, unless it has ended; nothing more is applied, and trainers are sent home."""
-        with self._lock:
+            self._abandoned.update(abandoned)
             self._end(outcome)
             self._see_if_over()
             answers = self._answers(time.monotonic())
@@ -359,10 +353,13 @@ class ParameterServer:
             return self._compute.hand_out(trainer, order)
         return order
 
-    def _depart(self, trainer: int, outcome: Outcome | None = None) -> None:
+    def _depart(
+        self, trainer: int, outcome: Outcome | None = None, *, abandoned: bool = False
+    ) -> None:
         with self._lock:
             now = time.monotonic()
             if outcome is not None and trainer in self._present:  # or another thread was first
+                self._abandoned.update({trainer} if abandoned else ())
                 self._end(outcome)
             self._present.discard(trainer)
             self._forget(trainer, now)

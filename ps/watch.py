@@ -22,7 +22,9 @@ from ps.processes import FROM_TORCHRUN, Peer, Reading
 INTERVAL_S = 0.5
 RECORD_INTERVAL_S = 5.0
 STACKS_BOUND_S = 1.0
-TELL_BOUND_S = 1.0
+TELL_BOUND_S = 0.5
+LOCK_BOUND_S = 10.0
+"""Nothing that goes on holds the server's lock for so long."""
 END_BOUND_S = 0.5
 HOLD_S = 10.0
 """A trainer that has lost the server waits for torchrun, which names whoever ends first."""
@@ -112,6 +114,7 @@ class Watch:
                 leave(self._end[1])
             if os.getppid() != self._parent:
                 log.error("torchrun (pid %d) is gone", self._parent)
+                faulthandler.cancel_dump_traceback_later()  # what follows has bounds of its own
                 self.on_orphaned()
                 return
             with self._lock:
@@ -172,10 +175,15 @@ class ServerSide:
         memory_limit_bytes: int | None,
         on_stuck: Callable[[Finding, Mapping[str, Any]], None],
     ) -> None:
-        """on_stuck is told that this rank is stalled if the server cannot be told."""
+        """on_stuck is told what this rank is to end for if the server cannot be told."""
         self.last_alive: dict[int, Reading] = {}
         self._on_stuck = on_stuck
         self._teller = threading.Thread()
+        self._telling_since = 0.0
+        self._told: set[tuple[int, int]] = set()
+        """Rank and exit code of the findings that the server knows."""
+        self._shown: set[int] = set()
+        """Ranks whose stacks were asked for."""
         self._server = server
         self._peers = peers
         self._rank = rank
@@ -197,13 +205,17 @@ class ServerSide:
         memory = _memory_of(readings, self._memory_limit_bytes)
         now = Look(time.monotonic(), readings, memory)
         self._before, found = health.judge(self._before, now, progress, self._stall_timeout_s)
-        findings = [f for f in found if not self._may_be_no_cause(f, now)]
+        findings = [
+            f
+            for f in found
+            if (f.rank, f.exit_code) not in self._told and not self._may_be_no_cause(f, now)
+        ]
         self._record(self._before, findings)
         for finding in findings:
-            if finding.wants_stacks:
+            if finding.wants_stacks and finding.rank not in self._shown:
+                self._shown.add(finding.rank)
                 self._show_stacks(finding.rank)
-        if findings:
-            self._tell(findings)
+        self._tell(findings)
         for finding in findings:
             if finding.is_halted:  # or torchrun's SIGTERM would not reach it
                 self._peers[finding.rank].show_stacks()
@@ -211,19 +223,27 @@ class ServerSide:
 
     def _tell(self, findings: Sequence[Finding]) -> None:
         """In a thread of its own: whoever stands still may hold the server's lock, and this thread
-        must go on looking. What could not be told is found again by the next look."""
+        must go on looking. What was not told then is found again by the next look."""
 
         def tell() -> None:
             for finding in findings:
                 self._server.found(finding)
+                if finding.exit_code:
+                    self._told.add((finding.rank, finding.exit_code))
 
-        if not self._teller.is_alive():
+        if findings and not self._teller.is_alive():
             self._teller = threading.Thread(target=tell, name="findings", daemon=True)
+            self._telling_since = time.monotonic()
             self._teller.start()
+        if not self._teller.is_alive():
+            return
         self._teller.join(TELL_BOUND_S)
-        stuck = [f for f in findings if f.rank == self._rank and f.exit_code == Stalled.exit_code]
-        if stuck and self._teller.is_alive():
-            self._on_stuck(stuck[0], self.facts(self._rank))
+        for_s = time.monotonic() - self._telling_since
+        if self._teller.is_alive() and for_s > LOCK_BOUND_S:
+            text = f"its lock has not been given back for {for_s:.0f} s"
+            stuck = Finding(self._rank, text, Stalled.exit_code)
+            own = [f for f in findings if f.rank == self._rank and f.exit_code]
+            self._on_stuck((own or [stuck])[0], self.facts(self._rank))
 
     def _may_be_no_cause(self, finding: Finding, now: Look) -> bool:
         """See explain(). Does not wait: this thread is also the one that sees torchrun's end."""
@@ -272,14 +292,14 @@ class ServerSide:
         return _facts(peer.read() if peer else None, self.last_alive.get(rank))
 
     def _show_stacks(self, rank: int) -> None:
-        path = stacks_path(self._run_dir, rank)
         if rank == self._rank:
-            with suppress(OSError), path.open("a") as file:
-                faulthandler.dump_traceback(file, all_threads=True)
+            dump_stacks(self._run_dir, rank)
             return
+        path = stacks_path(self._run_dir, rank)
+        before = _size_of(path)
         self._peers[rank].show_stacks()
         until = time.monotonic() + STACKS_BOUND_S
-        while time.monotonic() < until and not (path.exists() and path.stat().st_size):
+        while time.monotonic() < until and _size_of(path) == before:
             time.sleep(0.02)
 
     def _record(self, look: Look, findings: Iterable[Finding]) -> None:
@@ -319,6 +339,11 @@ class TrainerSide:
         self._memory_limit_bytes = memory_limit_bytes
         self._before: Look | None = None
         self._last_alive: dict[int, Reading] = {}
+        self._server_may_end = False
+
+    def expect_end(self) -> None:
+        """From now on the server may end. It may not stand still."""
+        self._server_may_end = True
 
     def look(self) -> None:
         """Read, judge, tell."""
@@ -329,12 +354,25 @@ class TrainerSide:
         now = Look(time.monotonic(), readings, memory)
         self._before, findings = health.judge(self._before, now, {}, self._stall_timeout_s)
         for finding in findings:
-            if finding.exit_code:
+            if finding.exit_code and not (finding.is_gone and self._server_may_end):
                 rank = finding.rank
                 self._found(finding, _facts(readings[rank], self._last_alive.get(rank)))
                 if finding.is_halted:  # or torchrun's SIGTERM would not reach it
                     self._peers[finding.rank].go_on()
                 return
+
+
+def dump_stacks(run_dir: Path, rank: int) -> None:
+    """Those of all threads of this process, which is that rank."""
+    with suppress(OSError), stacks_path(run_dir, rank).open("a") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+
+
+def _size_of(path: Path) -> int:
+    """0 if that is not known."""
+    with suppress(OSError):
+        return path.stat().st_size
+    return 0
 
 
 def stacks_path(run_dir: Path, rank: int) -> Path:

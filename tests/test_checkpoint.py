@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import os
@@ -466,7 +467,7 @@ def write_until_killed(folder: str) -> None:
         print(os.getpid(), flush=True)
         while True:
             version += 1
-            checkpoints.write(state_of(version, num_weights=300_000), version)
+            checkpoints.write(state_of(version, num_weights=1_000_000), version)
             print(version, flush=True)
 
 
@@ -661,9 +662,7 @@ def test_a_save_that_fails_is_said_once_and_so_is_that_it_works_again(
         until(lambda: training.num_states == looks, BOUND_S)  # noqa: B023
     checkpointer.due()
     until(lambda: training.num_states == 4, BOUND_S)
-    assert said == [
-        "no checkpoint could be saved, training goes on without: [Errno 28] No space left on device"
-    ]
+    assert said == ["no checkpoint could be saved: [Errno 28] No space left on device"]
     checkpoints.error = None
     checkpointer.due()
     until(lambda: len(said) == 2, BOUND_S)
@@ -705,7 +704,7 @@ def test_without_a_state_nothing_is_saved_and_the_thread_lives_on(
     training.error = error
     checkpointer.due()
     until(lambda: len(said) == 1, BOUND_S)
-    assert said == [f"no checkpoint could be saved, training goes on without: {reason}"]
+    assert said == [f"no checkpoint could be saved: {reason}"]
     training.error, training.version = None, 3
     checkpointer.due()
     until(lambda: checkpoints.versions == [3], BOUND_S)
@@ -773,3 +772,16 @@ def test_its_thread_has_a_name_and_ends_with_the_process(
     assert thread.daemon
     assert checkpointer.close(BOUND_S)
     assert not thread.is_alive()
+
+
+def test_a_folder_that_cannot_be_listed_is_not_taken_for_an_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next file would have the number of an older one."""
+
+    def refuse(path: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="Input/output error"):
+        patch.setattr("ps.checkpoint.os.listdir", refuse)
+        Checkpoints(tmp_path).write({"store": {"version": 1}}, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ import torch
 from ps.checkpoint import Checkpointer, Checkpoints, read
 from ps.config import Config
 from ps.ending import Ending, report_without_server
+from ps.errors import LaunchError
 from ps.gate import Gate
 from ps.health import Doing, Finding
 from ps.metrics import EpochRecord
@@ -61,7 +63,9 @@ class Run:
     def __init__(self, folder: Path, **options: Any) -> None:
         self.folder = folder / "run"
         config = Config(workload="tests.plugins:plain", run_dir=self.folder, threads=1, **options)
-        prepared = prepare(ALONE, config)
+        argv = ["--run-dir", str(self.folder), "--threads", "1"]
+        argv += ["--resume", options["resume"]] if "resume" in options else []
+        prepared = prepare(ALONE, config, argv)
         assert prepared.run_dir._lock is not None
         os.close(prepared.run_dir._lock)  # another of this process may go on there
         earlier = Checkpoints(prepared.resume_from) if prepared.resume_from else None
@@ -147,6 +151,31 @@ def test_it_is_saved_after_so_many_updates_where_a_number_was_said(
     for version in range(1, 11):
         act(version)
     assert told == at
+
+
+def test_a_run_that_goes_on_elsewhere_is_saved_there_before_it_is_the_latest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or what was there to go on from would be forgotten if it is killed soon."""
+    first = Run(tmp_path)
+    first.update()
+    first.end()
+    found: list[int] = []
+    publish = RunDirectory.publish
+    second = tmp_path / "second"
+
+    def look(self: RunDirectory) -> None:
+        found.append(len(checkpoints_in(self.path)))
+        publish(self)
+
+    monkeypatch.setattr(RunDirectory, "publish", look)
+    run = Run(second, resume=str(first.folder))
+    assert (found, run.versions) == ([1], [1])
+    run.end()
+    assert run.versions == [1]
+    again = Run(second, resume=str(run.folder))
+    assert found == [1, 1]
+    again.end()
 
 
 def test_a_later_attempt_tells_how_the_earlier_ones_ended(tmp_path: Path) -> None:
@@ -467,16 +496,38 @@ def test_a_report_that_the_server_has_written_stays(run: Started, status: Any) -
     assert run.report == before
 
 
-@pytest.mark.parametrize("content", [None, "", "{", "[]", "{}", "7", '{"status": {}}'])
-def test_where_there_is_no_report_of_a_run_a_trainer_writes_none(
+@pytest.mark.parametrize("content", [None, "", "{", "[]", "{}", "7"])
+def test_where_the_report_of_the_server_is_gone_a_trainer_writes_its_own(
     tmp_path: Path, content: str | None
 ) -> None:
-    path = tmp_path / "report.json"
+    path = tmp_path / "run" / "report.json"
     if content is not None:
+        path.parent.mkdir()
         path.write_text(content)
-    report_without_server(tmp_path, STOPPED, {})
-    assert (path.read_text() if path.exists() else None) == content
-    report_without_server(tmp_path / "none", STOPPED, {})
+    report_without_server(tmp_path / "run", STOPPED, {})
+    report = json.loads(path.read_text())
+    assert (report["status"], report["cause"]) == ("failed", CAUSE)
+
+
+def test_where_no_report_can_be_written_the_cause_is_said_all_the_same(
+    run: Started, warnings: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    run.begin()
+    monkeypatch.setattr("ps.ending.rundir.write", refuse)
+    report_without_server(run.path, STOPPED, {})
+    reason = "the report could not be written: Read-only file system"
+    assert warnings.records[-1].getMessage() == f"failed: {CAUSE}; {reason}"
+
+
+def test_stacks_of_an_earlier_attempt_are_not_those_of_this_one(run: Started) -> None:
+    stacks_path(run.path, 0).write_text("Thread 0x1:\n")
+    os.utime(stacks_path(run.path, 0), (1, 1))
+    run.begin()
+    report_without_server(run.path, STOPPED, {})
+    assert run.report["failure"]["stacks"] is None
 
 
 def test_what_a_trainer_has_reported_stays_the_cause_if_the_server_goes_on_after_all(
@@ -526,6 +577,7 @@ def test_a_server_whose_lock_is_never_given_back_tells_so_and_ends(
     """An update that hangs, as the watching thread finds it."""
     codes: list[int] = []
     monkeypatch.setattr("ps.ending.leave", codes.append)
+    monkeypatch.setattr("ps.watch.LOCK_BOUND_S", 0.7)
     run.begin()
     with sleeper() as process, sleeper() as other:
         me = Peer(Identity.of(os.getpid()))
@@ -536,10 +588,73 @@ def test_a_server_whose_lock_is_never_given_back_tells_so_and_ends(
         with run.parts.store.lock:
             run.parts.server._does(1, Doing.SERVED, time.monotonic() - 400)
             run.ending.side.look()
+            assert codes == []
+            run.ending.side.look()
     assert codes == [5]
     assert run.report["cause"].startswith("server rank 0: a call of trainer rank 1 has made no p")
     assert run.report["failure"]["process"]["state"] in ("running", "sleeping")
     assert run.report["failure"]["stacks"] == str(stacks_path(run.path, 0))
+
+
+def test_a_job_that_cannot_be_stopped_as_the_lock_is_held_ends_with_its_stacks(
+    run: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr("ps.ending.leave", codes.append)
+    run.begin()
+    with run.parts.store.lock:
+        start = time.monotonic()
+        run.ending.stop(Outcome("interrupted", 130, "stopped by SIGINT"), bound_s=0.2)
+        assert 0.2 <= time.monotonic() - start < 1.0
+        assert codes == [130]
+        cause = "server rank 0: stopped by SIGINT, and its lock was not given back for 0 s"
+        assert (run.report["cause"], run.report["exit_code"]) == (cause, 130)
+        stacks = Path(run.report["failure"]["stacks"]).read_text()
+        assert "test_a_job_that_cannot_be_stopped_as_the_lock_is_held" in stacks
+    until(lambda: run.parts.server.outcome is not None, BOUND_S)
+
+
+def test_a_job_is_stopped_for_what_was_lost_before(run: Started) -> None:
+    run.begin()
+    loss = Finding(2, "killed by SIGKILL", 4, is_gone=True)
+    run.ending.stop(Outcome("interrupted", 143, "stopped by SIGTERM"), loss=loss, abandoned={1})
+    assert run.parts.server.ended.is_set()
+    assert run.ending.finish().cause == "lost trainer rank 2: killed by SIGKILL"
+    assert run.report["failure"]["consequences"] == ["stopped by SIGTERM"]
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_training(run: Started) -> None:
+    run.path.rmdir()
+    run.path.touch()
+    with pytest.raises(LaunchError, match=r"run cannot be written: File exists$"):
+        run.begin()
+    run.path.unlink()
+
+
+def test_a_last_state_that_is_not_saved_is_told_and_so_is_what_is_left(
+    run: Started, warnings: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ps.ending.SAVE_BOUND_S", 0.1)
+    monkeypatch.setattr(run.ending.checkpointer._checkpoints, "write", lambda *_: time.sleep(1))
+    run.begin()
+    run.parts.server.stop(Outcome("failed", 1, "boom"))
+    run.ending.finish()
+    assert warnings.records[0].getMessage() == (
+        "the last state is not saved; the newest checkpoint is None"
+    )
+
+
+def test_a_disk_that_is_read_only_by_then_keeps_nothing_from_ending(
+    run: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    run.begin()
+    stacks_path(run.path, 1).touch()
+    run.parts.server.stop(Outcome("failed", 1, "boom"))
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert run.ending.finish() == Outcome("failed", 1, "boom")
 
 
 # --- the ranks of a run

@@ -3,6 +3,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
+from dataclasses import replace
 
 import pytest
 
@@ -69,3 +70,20 @@ def test_without_torchrun_nobody_waits() -> None:
     gate.Gate(topology_of(0, None)).open()
     gate.wait(topology_of(2, None), 2, 20.0)
     assert time.monotonic() - start < 0.1
+
+
+def test_where_another_job_has_the_name_of_the_gate_nobody_waits(run_id: str) -> None:
+    other = gate.Gate(topology_of(0, run_id))
+    gate.Gate(topology_of(0, run_id)).open()
+    assert start_waiting(2, run_id).is_alive()
+    other.open()
+
+
+def test_jobs_with_another_store_have_another_gate(run_id: str) -> None:
+    first, second = topology_of(0, run_id), replace(topology_of(0, run_id), master_port=2)
+    gates = [gate.Gate(first), gate.Gate(second)]
+    gates[0].open()
+    thread = start_waiting(2, run_id)
+    thread.join(gate.APPEAR_BOUND_S + 1)
+    assert not thread.is_alive()
+    gates[1].open()

@@ -6,6 +6,7 @@ process; RPC is a real group of one, over loopback.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from torch import Tensor
 from ps.config import Config
 from ps.errors import ConfigError, LaunchError, PeerLost
 from ps.links import rpc
-from ps.links.answers import ServerError
+from ps.links.answers import ServerError, answer, value
 from ps.links.channel import Address
 from ps.links.choice import Link, choose
 from ps.links.local import LocalLink, LocalServer
@@ -176,6 +177,19 @@ def test_an_error_of_the_server_reaches_the_trainer_with_its_words(
     ):
         link.next_order(1, wrong)
     assert capfd.readouterr().err == ""  # to print it, once, is the trainer's part
+
+
+def test_a_model_that_would_end_the_process_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = server_of(perceptron())
+
+    def leave(*args: object) -> None:
+        sys.exit("no licence")
+
+    monkeypatch.setattr(parts.server, "evaluate", leave)
+    answered = answer(parts.server, "evaluate", 1, torch.ones(1))
+    with pytest.raises(ServerError, match="on the server, evaluate: SystemExit: no licence"):
+        value("evaluate", answered)
+    assert parts.outcome.cause == "server rank 0: SystemExit: no licence"
 
 
 @pytest.mark.parametrize("connect", WAYS["server"], indirect=True)

@@ -118,3 +118,13 @@ def test_the_processes_end_with_a_trainer_that_is_killed() -> None:
     trainer.stdout.close()
     _, alive = psutil.wait_procs(workers, timeout=5)
     assert not alive
+
+
+@pytest.mark.slow
+def test_the_processes_do_not_end_for_a_signal_to_the_group_of_the_trainer() -> None:
+    """As torchrun sends it: the trainer has an order to finish, or to give up."""
+    loader = Loader(Noisy(), Passes(), num_workers=2)
+    groups = {os.getpgid(worker.pid) for worker in psutil.Process().children()}
+    assert len(groups) == 2
+    assert os.getpgid(0) not in groups
+    loader.close()

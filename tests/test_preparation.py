@@ -383,6 +383,16 @@ def test_a_later_attempt_of_one_that_went_on_in_place_does_so_again(asked: str) 
     assert sorted(Path("runs").iterdir()) == [Path("runs/latest"), Path("runs/mine")]
 
 
+def test_a_later_attempt_does_not_go_on_with_what_another_job_began_meanwhile() -> None:
+    left("--run-dir", "runs/mine", "--epochs", "5")
+    own_attempt("--resume", "auto", checkpoints=2)
+    left("--run-dir", "runs/newer", "--epochs", "7")
+    made = prepared("--resume", "auto", attempt=1)
+    assert same(made.run_dir.path, "runs/mine")
+    assert same(made.resume_from, "runs/mine")
+    assert made.config.epochs == 5
+
+
 def test_a_later_attempt_trains_the_workload_that_auto_stood_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

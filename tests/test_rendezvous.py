@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import threading
 import time
+from dataclasses import replace
 
 import psutil
 import pytest
+import torch.distributed as dist
 
-from ps.errors import LaunchError
+from ps.errors import LaunchError, Orphaned
 from ps.links import rendezvous as meeting
 from ps.links.rendezvous import Rendezvous
 from ps.log import log
+from ps.topology import Topology
 from tests.helpers import free_port, topology_of
 
 
@@ -39,6 +44,7 @@ def test_waiting_is_said_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> N
             lines.append(record.getMessage())
 
     log.addHandler(keep := Keep())
+    before = log.level
     log.setLevel("INFO")
     try:
         rendezvous = Rendezvous(topology_of(0, 2), bound_s=0.7)
@@ -46,6 +52,7 @@ def test_waiting_is_said_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> N
             rendezvous.gather()
     finally:
         log.removeHandler(keep)
+        log.setLevel(before)
     assert len(lines) == 3
     assert all(line.startswith("waiting for rank 1 to arrive, ") for line in lines)
 
@@ -97,3 +104,41 @@ def test_no_store_within_the_bound_is_an_error_with_the_address() -> None:
     with pytest.raises(LaunchError, match=rf"^no store at 127.0.0.1:{port}: "):
         Rendezvous(topology_of(1, 2, port), bound_s=0.5)
     assert time.monotonic() - start < 3
+
+
+def of_torchrun(rank: int, port: int) -> Topology:
+    """torchrun serves the store."""
+    return replace(topology_of(rank, 2, port), agent_hosts_store=True)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_where_torchrun_is_gone_nobody_waits_for_its_store(rank: int) -> None:
+    start = time.monotonic()
+    with pytest.raises(Orphaned, match="torchrun, the parent of all ranks, is gone"):
+        Rendezvous(of_torchrun(rank, free_port()), bound_s=60.0)
+    assert time.monotonic() - start < 1
+
+
+def test_a_store_that_is_gone_while_ranks_are_waited_for_is_torchruns_end() -> None:
+    code = (
+        "import time; import torch.distributed as dist; from datetime import timedelta; "
+        "store = dist.TCPStore('127.0.0.1', 0, 2, True, timedelta(seconds=60), False); "
+        "print(store.port, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as torchrun:
+        assert torchrun.stdout is not None
+        rendezvous = Rendezvous(of_torchrun(0, int(torchrun.stdout.readline())), bound_s=30.0)
+        threading.Timer(0.3, torchrun.kill).start()
+        with pytest.raises(Orphaned):
+            rendezvous.gather()
+
+
+def test_a_store_that_is_gone_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone:
+        def check(self, keys: list[str]) -> bool:
+            raise dist.DistNetworkError("connection closed\nC++ stack")
+
+    rendezvous = Rendezvous(topology_of(0, 2), bound_s=5.0)
+    monkeypatch.setattr(rendezvous, "store", Gone())
+    with pytest.raises(LaunchError, match=r"^the store is gone: connection closed$"):
+        rendezvous.announced(5.0)

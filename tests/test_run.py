@@ -2,40 +2,58 @@
 
 from __future__ import annotations
 
-import threading
+import sys
 import time
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from ps import run
+from ps.config import Config
+from ps.ending import Ending
 from ps.errors import PsError, TrainingFailed
-from tests.helpers import server_of, topology_of, until
+from ps.server import Outcome, ParameterServer
+from ps.watch import GIL_GRACE_S, Watch
+from tests.helpers import server_of, topology_of
 from tests.plugins import perceptron
 
-BOUND_S = 5.0
+
+class Ended:
+    """Stands for the end of the run: saving takes a while."""
+
+    def __init__(self, server: ParameterServer) -> None:
+        self.server = server
+        self.calls: list[str] = []
+
+    def stop(self, outcome: Outcome, **options: Any) -> None:
+        self.calls.append(f"stop within {options['bound_s']} s")
+        self.server.stop(outcome, options["abandoned"])
+
+    def finish(self) -> None:
+        time.sleep(0.3)
+        self.calls.append(f"finish {self.server.ended.is_set()}")
 
 
-@pytest.mark.parametrize("is_stuck", [False, True])
-def test_an_orphan_ends_whether_its_server_can_be_stopped_or_not(
-    monkeypatch: pytest.MonkeyPatch, is_stuck: bool
+def test_an_orphan_saves_however_long_that_takes_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "ORPHAN_BOUND_S", 0.1)
+    ended = Ended(server_of(perceptron(), trainers=(1, 2)).server)
+    monkeypatch.setattr(run, "leave", lambda code: ended.calls.append(f"leave {code}"))
+    run._end_orphaned(cast(Ending, ended), topology_of(0, 3, port=1))
+    assert ended.calls == ["stop within 0.1 s", "finish True", "leave 9"]
+    assert ended.server.outcome is not None
+    assert ended.server.outcome.cause == "torchrun, the parent of all ranks, is gone"
+
+
+def test_without_a_file_for_them_stacks_are_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An update that never ends holds the lock."""
-    codes: list[int] = []
-    monkeypatch.setattr(run, "leave", codes.append)
-    monkeypatch.setattr(run, "ORPHAN_BOUND_S", 0.2)
-    parts = server_of(perceptron(), trainers=(1, 2))
-    if is_stuck:
-        parts.store.lock.acquire()
-    start = time.monotonic()
-    threading.Thread(target=run._end_orphaned, args=(parts.server,), daemon=True).start()
-    until(lambda: codes == [9], BOUND_S)
-    assert time.monotonic() - start >= 0.2
-    if is_stuck:
-        assert parts.server.outcome is None
-        parts.store.lock.release()
-    until(parts.server.ended.is_set, BOUND_S)
-    assert parts.outcome.cause == "torchrun, the parent of all ranks, is gone"
-    assert parts.outcome.exit_code == 9
+    files: list[object] = []
+    monkeypatch.setattr(run.interruption, "show_stacks_to", files.append)
+    watch = Watch()
+    run._watch_stacks(watch, tmp_path / "none", 1, Config(stall_timeout=7.0))
+    assert files == [sys.stderr]
+    assert watch._stacks == (sys.stderr, 7.0 + GIL_GRACE_S)
 
 
 @pytest.mark.parametrize(

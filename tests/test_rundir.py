@@ -483,6 +483,22 @@ def test_a_process_that_this_one_started_does_not_hold_the_folder() -> None:
         outliving.wait(10)
 
 
+def test_a_process_that_this_one_forked_does_not_hold_the_folder() -> None:
+    code = (
+        "import os, time; from pathlib import Path; from ps.rundir import RunDirectory; "
+        f"run_dir = RunDirectory.create(Path({str(Path('forked').absolute())!r}), None); "
+        "pid = os.fork(); pid or os.close(1); pid or time.sleep(60); print(pid)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+    )
+    outliving = psutil.Process(int(done.stdout))
+    try:
+        RunDirectory.reopen(Path("forked"))
+    finally:
+        outliving.kill()
+
+
 def test_where_there_are_no_locks_a_run_works_without(monkeypatch: pytest.MonkeyPatch) -> None:
     def flock(handle: int, operation: int) -> None:
         raise OSError(95, "Operation not supported")

@@ -371,14 +371,14 @@ def test_one_loss_that_is_found_twice_is_one() -> None:
 def test_one_loss_that_two_threads_find_at_once_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The link's, and the one that watches."""
     parts = two_at_work()
-    abandon = parts.server._abandon
+    depart = parts.server._depart
 
-    def be_overtaken(ranks: set[int]) -> None:
-        monkeypatch.setattr(parts.server, "_abandon", abandon)
+    def be_overtaken(*args: Any, **options: Any) -> None:
+        monkeypatch.setattr(parts.server, "_depart", depart)
         parts.server.found(gone(1))
-        abandon(ranks)
+        depart(*args, **options)
 
-    monkeypatch.setattr(parts.server, "_abandon", be_overtaken)
+    monkeypatch.setattr(parts.server, "_depart", be_overtaken)
     parts.server.found(gone(1))
     assert parts.outcome.cause == "lost trainer rank 1: killed by SIGKILL"
     assert parts.server.circumstances()["consequences"] == []
@@ -463,9 +463,7 @@ def test_a_trainer_that_tells_why_it_ends_is_the_cause_and_ends_by_itself() -> N
 
 def test_a_job_that_waits_for_nobody_has_ended_when_it_is_stopped() -> None:
     parts = two_at_work()
-    parts.server.abandon_all()
-    assert not parts.server.ended.is_set()
-    parts.server.stop(Outcome("failed", 9, "torchrun, the parent of all ranks, is gone"))
+    parts.server.stop(Outcome("failed", 9, "torchrun is gone"), abandoned={1, 2})
     assert parts.server.ended.is_set()
     assert not parts.server.all_left
 

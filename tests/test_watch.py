@@ -374,6 +374,35 @@ def test_a_process_whose_parent_is_killed_ends_within_a_second_with_9(
         assert exit_code_of(child, 1.0) == 9
 
 
+FETCHES = """
+import os, sys, time
+import launch
+
+def fetch(*args):
+    try:
+        print("ready", flush=True)
+        time.sleep(60)
+    finally:
+        os.rmdir({folder!r})
+
+launch.prepare = fetch
+environ = dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+sys.exit(launch.main([], environ))
+"""
+
+
+@pytest.mark.slow
+def test_a_server_that_is_orphaned_while_it_fetches_puts_things_in_order_and_ends(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "made"
+    folder.mkdir()
+    with orphan_of(FETCHES.format(folder=str(folder))) as (parent, child):
+        parent.kill()
+        assert exit_code_of(child, 1.5) == 128 + signal.SIGTERM
+    assert not folder.exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("act", "code"), [("folder.rmdir()", 9), ("folder.rmdir(); raise ValueError", 1)]
@@ -487,7 +516,7 @@ def test_a_trainer_that_was_told_to_end_is_found_only_if_this_rank_is_not_told_t
         assert [(f.rank, f.text) for f in server.findings] == [(3, "killed by SIGKILL")]
         time.sleep(0.2)
         side.look()
-    assert [f.rank for f in server.findings[1:]] == [3, 1, 2]
+    assert [f.rank for f in server.findings[1:]] == [1, 2]  # and no finding twice
     assert server.findings[-1].text == "killed by SIGTERM"
 
 
@@ -504,6 +533,16 @@ def test_a_trainer_without_progress_has_shown_its_stacks_when_it_is_found(tmp_pa
     assert (finding.rank, finding.exit_code) == (1, 5)
     assert finding.text.startswith("it has made no progress for 70 s (--stall-timeout); ")
     assert seen[0] != ""
+
+
+def test_where_stacks_cannot_be_looked_for_a_trainer_is_found_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch_module, "STACKS_BOUND_S", 0.1)
+    server = Server(t1=working(for_s=70))
+    with program(SHOWS_STACKS, str(tmp_path / "stacks")) as process:
+        side_of(server, tmp_path / ("x" * 300), process).look()
+    assert len(server.findings) == 1
 
 
 def test_a_trainer_that_shows_no_stacks_holds_nobody_up(
@@ -534,8 +573,9 @@ def test_a_call_that_is_not_answered_shows_the_stacks_of_the_server(tmp_path: Pa
 def test_a_server_that_cannot_be_told_stops_nobody_from_looking(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its lock is held. Each look tries again, and never two at once."""
+    """Its lock is held. Each look tries again, and never two at once; in the end this one ends."""
     monkeypatch.setattr(watch_module, "TELL_BOUND_S", 0.05)
+    monkeypatch.setattr(watch_module, "LOCK_BOUND_S", 0.3)
     server, lock = Server(t1=working(), t2=working()), threading.Lock()
     tried: list[float] = []
 
@@ -553,14 +593,21 @@ def test_a_server_that_cannot_be_told_stops_nobody_from_looking(
             kill(second)
             side.look()
             assert (len(tried), server.findings, server.stuck) == (1, [], [])
+            time.sleep(0.3)
+            server.made.clear()
+            side.look()
             server.made[2] = Progress(Doing.SERVED, time.monotonic() - 70)
             side.look()
-            [(finding, facts)] = server.stuck
-            assert (finding.rank, finding.exit_code, facts["pid"]) == (0, 5, os.getpid())
+            (held, facts), (call, _) = server.stuck
+            assert (held.rank, held.exit_code, facts["pid"]) == (0, 5, os.getpid())
+            assert held.text == "its lock has not been given back for 0 s"
+            assert (call.rank, call.exit_code) == (0, 5)
+            assert call.text.startswith("a call of trainer rank 2 has made no progress for 70 s")
         until(lambda: len(server.findings) == 1, BOUND_S)
         side.look()
-        assert {found.rank for found in server.findings} == {0, 1, 2}
-        assert len(server.stuck) == 1
+        assert [found.rank for found in server.findings] == [1, 2, 0]
+        side.look()
+        assert (len(server.findings), len(server.stuck)) == (3, 2)
 
 
 def test_a_stopped_trainer_is_found_after_the_timeout_and_then_goes_on(tmp_path: Path) -> None:
@@ -833,6 +880,25 @@ def test_a_trainer_finds_its_server_stopped_and_lets_it_go_on() -> None:
         assert server.poll() is None
     assert told.findings == [Finding(0, "it has been stopped for 0 s", 5, is_halted=True)]
     assert told.facts[0]["state"] == "stopped"
+
+
+def test_a_server_may_end_when_it_is_expected_to_and_not_stand_still() -> None:
+    told = Told()
+    with sleeper() as server, sleeper() as other:
+        side = trainer_side(told, server)
+        side.expect_end()
+        kill(server)
+        side.look()
+        assert told.findings == []
+        side = trainer_side(told, other, stall_timeout_s=0.1)
+        side.expect_end()
+        other.send_signal(signal.SIGSTOP)
+        peer = peer_of(other)
+        until(lambda: peer.read().state == "stopped", BOUND_S)
+        side.look()
+        time.sleep(0.1)
+        side.look()
+    assert [finding.exit_code for finding in told.findings] == [5]
 
 
 def test_a_trainer_over_the_limit_by_itself_is_told_so_and_the_worst_is_told_alone() -> None:

@@ -31,7 +31,7 @@ def answer(service: Service, method: str, *args: Any) -> Any:
     """What the method gives, which for next_order is a future; or its error, as a value."""
     try:
         return getattr(service, method)(*args)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         text = f"{type(error).__name__}: {error}"
         service.broke(text, error.exit_code if isinstance(error, PsError) else 1)
         return _Raised(text, traceback.format_exc())

@@ -40,7 +40,7 @@ def works_here() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where to call, and the key: it is for the ranks alone."""
+    """Where to call, and the key. Who has it must be of this user, too: it went through a store."""
 
     name: str
     key: str
@@ -106,6 +106,9 @@ class Listener:
                 accepted, _ = self._listener.accept()
             except OSError:  # closed
                 return
+            if _user_of(accepted) != os.getuid():
+                accepted.close()
+                continue
             connection = Connection(accepted.detach())
             threading.Thread(
                 target=self._admit, args=(connection,), name="channel", daemon=True
@@ -136,6 +139,8 @@ def dial(address: Address, timeout_s: float) -> Channel:
     try:
         with socket.socket(fileno=os.dup(connection.fileno())) as same:
             same.connect(f"\0{address.name}")
+            if _user_of(same) != os.getuid():
+                raise AuthenticationError("another user answers there")
         answer_challenge(connection, bytes.fromhex(address.key))
         deliver_challenge(connection, bytes.fromhex(address.key))
     except (OSError, EOFError, AuthenticationError) as error:
@@ -143,6 +148,12 @@ def dial(address: Address, timeout_s: float) -> Channel:
         reason = str(error) or type(error).__name__
         raise LaunchError(f"no connection to rank 0: {reason}") from None
     return channel
+
+
+def _user_of(peer: socket.socket) -> int:
+    """Of the process at the other end of a Unix socket."""
+    _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return int(user)
 
 
 class Memory:

@@ -14,13 +14,14 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from ps import interruption
-from ps.errors import LaunchError, first_line
+from ps.errors import LaunchError, Orphaned, first_line
 from ps.log import log
 from ps.topology import SERVER_RANK, Topology
 
 REMIND_INTERVAL_S = 5.0
 ANNOUNCED_REMIND_INTERVAL_S = 15.0
 POLL_INTERVAL_S = 0.05
+END_BOUND_S = 1.0
 
 
 class Rendezvous:
@@ -75,7 +76,14 @@ class Rendezvous:
         return [r for r in range(self.topology.world_size) if not self._has(_arrived(r))]
 
     def _has(self, key: str) -> bool:
-        return bool(self.store.check([key]))
+        try:
+            return bool(self.store.check([key]))
+        except dist.DistError as error:
+            until = time.monotonic() + END_BOUND_S
+            while time.monotonic() < until:  # its sockets close one after the other
+                require_torchrun(self.topology)
+                time.sleep(POLL_INTERVAL_S)
+            raise LaunchError(f"the store is gone: {first_line(error)}") from None
 
     def _wait(
         self, lacking: Callable[[], list[int]], what: str, bound_s: float, remind_s: float
@@ -144,11 +152,29 @@ def _connect(topology: Topology, bound_s: float) -> dist.Store:
             return dist.TCPStore(
                 *address, is_master=True, master_listen_fd=listener.detach(), **options
             )
+        require_torchrun(topology)
         _wait_for_listener(address, bound_s)
         return dist.TCPStore(*address, is_master=False, **options)
     except (OSError, dist.DistNetworkError) as error:
         where = f"{address[0]}:{address[1]}"
         raise LaunchError(f"no store at {where}: {first_line(error)}") from None
+
+
+def require_torchrun(topology: Topology) -> None:
+    """Where it serves the store, it does so before it starts a rank, and as long as it lives.
+
+    Raises:
+        Orphaned: it does not.
+    """
+    if not topology.agent_hosts_store:
+        return
+    address = (topology.master_addr, topology.master_port)
+    try:
+        socket.create_connection(address, timeout=REMIND_INTERVAL_S).close()
+    except ConnectionRefusedError:
+        raise Orphaned from None
+    except OSError:
+        pass
 
 
 def _wait_for_listener(address: tuple[str, int], bound_s: float) -> None:
