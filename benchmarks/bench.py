@@ -11,7 +11,6 @@ could not be measured. Needs a quiet machine.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import math
 import os
@@ -26,7 +25,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import idle
+from benchmarks import calls, idle
 from benchmarks.contenders import (
     BASE,
     CONTENDERS,
@@ -187,14 +186,7 @@ def _idle_cost(bench: Bench, quick: bool) -> dict[str, dict[str, float]]:
     return cost
 
 
-def _calls(bench: Bench, quick: bool) -> list[dict[str, Any]] | None:
-    try:
-        calls = importlib.import_module("benchmarks.calls")
-    except ModuleNotFoundError as error:
-        if error.name != "benchmarks.calls":
-            raise
-        bench.say("calls: skipped, there is no benchmarks/calls.py")
-        return None
+def _calls(bench: Bench, quick: bool) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = calls.measure(quick)
     for row in rows:
         bench.say(

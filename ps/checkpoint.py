@@ -87,8 +87,8 @@ class Checkpoints:
                 log.warning("checkpoint %s is not used: %s", path, error)
         if paths:
             raise CheckpointUnusable(
-                f"none of the {len(paths)} checkpoints in {self.folder} can be used; to start "
-                "anew, leave --resume away or remove them"
+                f"none of the {len(paths)} checkpoints in {self.folder} can be used; to start from "
+                "scratch, omit --resume or remove them"
             )
         return None
 

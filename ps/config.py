@@ -197,8 +197,9 @@ class Config:
     )
     resume: str | None = option(
         None,
-        "go on from the newest checkpoint of that run, with its options unless others are typed; "
-        "auto: of --run-dir if it has one, else of runs/latest, else as without it: anew",
+        "continue from the newest checkpoint of that run, with its options unless others are "
+        "typed; auto: from --run-dir if it has one, else from runs/latest if that run is "
+        "unfinished and this one is in runs/ too, else as without it: start from scratch",
         group="run",
         metavar="DIR|auto",
         resume="own",
@@ -246,7 +247,7 @@ class Config:
     )
     inject: tuple[str, ...] = option(
         (),
-        f"a fault to try out, none without it; may be given several times: {FAULTS}",
+        f"inject a fault, none without it; may be given several times: {FAULTS}",
         group="run",
         metavar="FAULT",
         resume="own",
@@ -428,7 +429,7 @@ def parse_args(argv: Sequence[str], inherited: Mapping[str, Any] | None = None) 
         if spec.metadata["resume"] == "fixed" and typed.get(spec.name, before) != before:
             raise ConfigError(
                 f"{flag(spec.name)} {typed[spec.name]} cannot be: the run to go on from has "
-                f"{before}; leave it away, or leave --resume away"
+                f"{before}; omit it, or omit --resume"
             )
     return replace(base, **typed)
 

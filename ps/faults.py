@@ -1,4 +1,4 @@
-"""Faults to try out: what --inject says, and which are due. Pure: no torch, no clock.
+"""Faults to try out: what --inject says. Pure: no torch, no clock.
 
 What a fault then does to a process is in ps/injection.py.
 """
@@ -12,7 +12,7 @@ from ps.errors import ConfigError
 
 FORMS = (
     "kill|stop|raise|nan|hang|deadlock|exit0:RANK@UPDATE, slow:RANKxFACTOR with 1 or more, or "
-    "leak:RANK@MIB_PER_S; at the first order after that update, and in the first attempt alone"
+    "leak:RANK@MIB_PER_S; only in the first attempt, not after a restart"
 )
 AT_UPDATE = ("kill", "stop", "raise", "nan", "hang", "deadlock", "exit0")
 _NUMBER = "[0-9]{1,9}"
@@ -24,10 +24,16 @@ _PATTERN = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Fault:
+    """One fault of one rank."""
+
     kind: str
     rank: int
     amount: float
     """The update to wait for; MiB per second of a leak; how many times slower."""
+
+    def __str__(self) -> str:
+        """As it is typed."""
+        return f"{self.kind}:{self.rank}{'x' if self.kind == 'slow' else '@'}{self.amount:g}"
 
 
 def parse_fault(text: str) -> Fault:

@@ -186,7 +186,7 @@ class Orders:
         if begun > self._plan.epochs:
             raise ConfigError(
                 f"--epochs {self._plan.epochs} cannot be: the run to go on from has begun epoch "
-                f"{begun}; type {begun} or more, or leave it away"
+                f"{begun}; type {begun} or more, or omit it"
             )
         self._epoch = state["epoch"]
         self._evaluating = state["evaluating"]

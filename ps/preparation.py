@@ -111,7 +111,7 @@ def _source(config: Config, own: Path, *, again: bool) -> Path | None:
         return own
     if config.resume is None:
         if again:
-            log.info("there is no checkpoint yet: starting anew")
+            log.info("there is no checkpoint yet: starting from scratch")
         return None
     if config.resume != AUTO:
         asked = Path(config.resume).resolve()
@@ -127,5 +127,5 @@ def _source(config: Config, own: Path, *, again: bool) -> Path | None:
     is_there = own.absolute().parent == rundir.PARENT.absolute()
     if is_there and rundir.has_checkpoints(latest) and not rundir.is_done(latest):
         return latest
-    log.info("--resume auto: there is no unfinished run with a checkpoint, starting anew")
+    log.info("--resume auto: there is no unfinished run with a checkpoint, starting from scratch")
     return None

@@ -57,7 +57,7 @@ class RunDirectory:
         if foreign:
             raise ConfigError(
                 f"--run-dir {path} is not empty (it holds {foreign[0]}); "
-                "give a new one, or leave --run-dir away; --resume goes on from an earlier run"
+                "give a new one, or omit --run-dir; --resume goes on from an earlier run"
             )
         return cls(path, created, _lock(path))
 

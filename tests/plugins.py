@@ -128,15 +128,6 @@ def raising(config: Config) -> Workload:
     return _with_fault(_raise)
 
 
-def not_finite(config: Config) -> Workload:
-    """The loss of rank 1's third batch is not a number."""
-
-    def spoil(loss: Tensor) -> Tensor:
-        return loss * float("nan")
-
-    return _with_fault(spoil, rank=1)
-
-
 def slow(config: Config) -> Workload:
     """The trainer of rank 1 takes SLOW_S seconds for its third batch."""
 

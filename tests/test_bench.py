@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -226,19 +225,11 @@ def test_the_rate_of_two_trainers_is_taken_from_the_rounds(monkeypatch: pytest.M
     assert asked == [(2, bench.SHORT_SCALE), (4, bench.SHORT_SCALE)]
 
 
-def test_the_calls_are_skipped_while_nobody_can_measure_them(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "benchmarks.calls", None)
-    assert bench._calls(Bench(scale=1.0), True) is None
-    assert "calls: skipped" in capsys.readouterr().out
-
-
 def test_the_calls_are_printed_one_line_each(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     row = {"link": "rpc", "parameters": 1000, "empty_call_ms": 0.4, "push_refresh_ms": 2.0}
-    monkeypatch.setitem(sys.modules, "benchmarks.calls", Namespace(measure=lambda quick: [row]))
+    monkeypatch.setattr(bench.calls, "measure", lambda quick: [row])
     assert bench._calls(Bench(scale=1.0), False) == [row]
     line = "rpc           1000 parameters: empty call 0.400 ms, push and refresh 2.000 ms"
     assert line in capsys.readouterr().out

@@ -241,8 +241,8 @@ def test_if_none_can_be_used_it_is_an_error_with_its_own_exit_code(
         checkpoints.newest(lambda state: pytest.fail("restored"))
     assert caught.value.exit_code == 7
     assert str(caught.value) == (
-        f"none of the 2 checkpoints in {tmp_path / 'checkpoints'} can be used; to start anew, "
-        "leave --resume away or remove them"
+        f"none of the 2 checkpoints in {tmp_path / 'checkpoints'} can be used; to start from "
+        "scratch, omit --resume or remove them"
     )
     assert len(warnings.messages) == 2
 

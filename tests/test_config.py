@@ -511,8 +511,8 @@ def test_what_a_checkpoint_depends_on_is_inherited_and_cannot_be_changed(name: s
         parse_args(typed(name), inherited())
     before = getattr(Config(workload="digits"), name)
     assert str(caught.value) == (
-        f"{flag(name)} {text} cannot be: the run to go on from has {before}; leave it away, "
-        "or leave --resume away"
+        f"{flag(name)} {text} cannot be: the run to go on from has {before}; omit it, "
+        "or omit --resume"
     )
 
 

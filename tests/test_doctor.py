@@ -29,7 +29,6 @@ from ps.workloads import mnist_files
 
 MIB, GIB = 1 << 20, 1 << 30
 NOT_OF_THIS_HOST = "192.0.2.1"  # reserved for documentation
-PLUG_IN = "tests.plugins:plain"
 CHEAP = ["platform", "loopback", "open files", "memory", "disk"]
 PYTHON, TORCHRUN = "/usr/bin/python3", ("/usr/bin/python3", "/usr/bin/torchrun", "launch.py")
 

@@ -79,3 +79,8 @@ def test_several_faults_may_be_typed() -> None:
 def test_a_fault_that_is_none_is_a_bad_option() -> None:
     with pytest.raises(ConfigError, match="--inject must be"):
         parse_args(["--inject", "kill:2"])
+
+
+@pytest.mark.parametrize("typed", ["kill:2@60", "slow:1x1.5", "leak:0@250"])
+def test_a_fault_is_shown_as_it_was_typed(typed: str) -> None:
+    assert str(parse_fault(typed)) == typed

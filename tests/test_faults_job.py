@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from typing import Any
 import pytest
 
 from benchmarks.jobs import Done, Job
-from benchmarks.leftovers import Leftovers
+from benchmarks.leftovers import MARK, Leftovers
 from ps.checkpoint import Checkpoints, read
 from ps.watch import GIL_GRACE_S, HEALTH_FILE, LOCK_BOUND_S, stacks_path
+from tests.helpers import COMPUTE
 from tests.test_job import assert_ended
 
 pytestmark = pytest.mark.torchrun
@@ -38,7 +40,9 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StartJob]
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
-    before = Leftovers("", temporary)
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv(MARK, mark)
+    before = Leftovers(mark, temporary)
     jobs: list[Job] = []
 
     def start(*args: str, **options: Any) -> Job:
@@ -94,6 +98,7 @@ def test_a_trainer_that_is_killed_is_named_with_its_order_and_all_is_saved(
     failure = assert_told(done, rank, 4, f"lost trainer rank {rank}: killed by SIGKILL")
     assert seconds_after(done) < OVER_S
     assert_root_cause(done, rank)
+    assert "exitcode  : -9" in done.text
     assert len(failure["last_order"]["samples"]) == 8
     assert failure["doing"] == "works on an order"
     assert failure["process"]["ended"] == "killed by SIGKILL"
@@ -176,8 +181,11 @@ def test_a_rank_that_leaks_is_named_before_the_memory_is_gone(start: StartJob) -
     assert saved_version(done) == done.report["updates"]
 
 
-def test_a_loss_that_is_not_finite_ends_the_job_and_its_samples_are_told(start: StartJob) -> None:
-    done = start(*PLAIN, "--inject", "nan:1@60").wait()
+@pytest.mark.parametrize("compute", COMPUTE)
+def test_a_loss_that_is_not_finite_ends_the_job_and_its_samples_are_told(
+    start: StartJob, compute: str
+) -> None:
+    done = start(*PLAIN, "--inject", "nan:1@60", "--compute", compute).wait()
     failure = assert_told(done, 1, 8, "trainer rank 1, epoch 2, batch ")
     assert done.report["cause"].endswith(": the loss is nan")
     assert seconds_after(done) < OVER_S

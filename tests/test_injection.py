@@ -299,8 +299,8 @@ def test_in_later_attempts_there_are_no_faults(said: list[str]) -> None:
 def test_a_process_says_which_faults_it_will_have(said: list[str]) -> None:
     assert injected("raise:1@7", "kill:2@3", "slow:1x2")
     assert said == [
-        "a fault will be injected: Fault(kind='raise', rank=1, amount=7.0)",
-        "a fault will be injected: Fault(kind='slow', rank=1, amount=2.0)",
+        "a fault will be injected: raise:1@7",
+        "a fault will be injected: slow:1x2",
     ]
 
 

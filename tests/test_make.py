@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -19,10 +20,12 @@ def make(*args: str) -> str:
 
 def test_make_alone_prints_every_target() -> None:
     text = make()
-    for target in (
-        *("train", "smoke", "doctor", "test", "test-fast", "check", "bench", "faults", "clean"),
-    ):
-        assert f"make {target} " in text
+    phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert phony is not None
+    targets = phony[1].split()
+    assert {"train", "test"} < set(targets)
+    for target in targets:
+        assert f"make {target} " in text, target
 
 
 def test_train_passes_world_data_and_args_through() -> None:

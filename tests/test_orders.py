@@ -646,7 +646,7 @@ def test_fewer_epochs_than_were_begun_are_refused(epoch: int, batches: int, leas
             orders.restore(state)  # type: ignore[arg-type]
         assert str(caught.value) == (
             f"--epochs {epochs} cannot be: the run to go on from has begun epoch {least}; "
-            f"type {least} or more, or leave it away"
+            f"type {least} or more, or omit it"
         )
         assert orders.state() == before
     assert restored(state, plan_of(epochs=least)).finished is (batches == 0)

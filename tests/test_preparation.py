@@ -197,7 +197,7 @@ def test_without_options_that_can_be_read_a_run_cannot_go_on() -> None:
 def test_an_option_that_cannot_change_is_refused_and_nothing_is_made() -> None:
     left("--run-dir", "run")
     assert refused("--resume", "run", "--seed", "1", "--run-dir", "other") == (
-        "--seed 1 cannot be: the run to go on from has 0; leave it away, or leave --resume away"
+        "--seed 1 cannot be: the run to go on from has 0; omit it, or omit --resume"
     )
 
 
@@ -214,7 +214,7 @@ def test_what_an_earlier_run_left_stays_if_the_data_cannot_be_had(
     assert refused("--resume", "run", "--run-dir", "new/run") == "no data"
 
 
-STARTING_ANEW = "--resume auto: there is no unfinished run with a checkpoint, starting anew"
+STARTING_ANEW = "--resume auto: there is no unfinished run with a checkpoint, starting from scratch"
 
 
 @pytest.mark.parametrize("there", ["nothing", "done", "no checkpoint", "no folder", "no link"])
@@ -332,7 +332,7 @@ def test_a_later_attempt_without_a_checkpoint_starts_anew_in_the_same_folder(
     argv = ("--workload", "digits", *where)
     first = own_attempt(*argv, checkpoints=0)
     second = prepared(*argv, attempt=1)
-    assert said == ["there is no checkpoint yet: starting anew"]
+    assert said == ["there is no checkpoint yet: starting from scratch"]
     assert second.run_dir.path == first.run_dir.path
     assert second.resume_from is None
     assert (second.run_dir.path / "config.json").exists()

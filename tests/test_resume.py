@@ -154,7 +154,7 @@ def test_a_job_that_is_done_and_is_started_again_is_done_at_once(
 def test_one_process_is_stopped_and_goes_on_by_itself_in_its_folder(tmp_path: Path) -> None:
     args = (*PLAIN, "--resume", "auto")
     first = stopped(Job(tmp_path, *args, world_size=1), f"epoch 5/{EPOCHS} evaluated")
-    assert "there is no unfinished run with a checkpoint, starting anew" in first.text
+    assert "there is no unfinished run with a checkpoint, starting from scratch" in first.text
     version = newest_version(first)
     assert first.report["samples_trained"] == 8 * version
     done = Job(tmp_path, *args, world_size=1).wait()

@@ -79,8 +79,8 @@ def test_a_folder_that_is_not_empty_is_refused_with_an_entry_by_name() -> None:
     Path("run/report.json").write_text("of another run")
     Path("run/zebra").touch()
     assert refused(Path("run")) == (
-        "--run-dir run is not empty (it holds report.json); give a new one, or leave "
-        "--run-dir away; --resume goes on from an earlier run"
+        "--run-dir run is not empty (it holds report.json); give a new one, or omit "
+        "--run-dir; --resume goes on from an earlier run"
     )
     assert names_in("run") == ["report.json", "zebra"]
     assert Path("run/report.json").read_text() == "of another run"
