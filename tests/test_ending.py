@@ -571,6 +571,7 @@ def test_the_failure_of_an_earlier_run_in_the_same_folder_is_not_that_of_this_on
     assert run.ending.finish().cause == "OSError: no room"
 
 
+@pytest.mark.slow
 def test_a_server_whose_lock_is_never_given_back_tells_so_and_ends(
     run: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -631,6 +632,7 @@ def test_a_folder_that_cannot_be_written_is_told_before_training(run: Started) -
     run.path.unlink()
 
 
+@pytest.mark.slow
 def test_a_last_state_that_is_not_saved_is_told_and_so_is_what_is_left(
     run: Started, warnings: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

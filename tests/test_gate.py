@@ -59,6 +59,7 @@ def test_a_rank_that_is_earlier_than_rank_0_waits_all_the_same(run_id: str) -> N
     assert not thread.is_alive()
 
 
+@pytest.mark.slow
 def test_without_a_gate_the_rank_goes_on_soon(run_id: str) -> None:
     start = time.monotonic()
     gate.wait(topology_of(2, run_id), 2, 20.0)
@@ -79,6 +80,7 @@ def test_where_another_job_has_the_name_of_the_gate_nobody_waits(run_id: str) ->
     other.open()
 
 
+@pytest.mark.slow
 def test_jobs_with_another_store_have_another_gate(run_id: str) -> None:
     first, second = topology_of(0, run_id), replace(topology_of(0, run_id), master_port=2)
     gates = [gate.Gate(first), gate.Gate(second)]

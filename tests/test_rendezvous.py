@@ -119,6 +119,7 @@ def test_where_torchrun_is_gone_nobody_waits_for_its_store(rank: int) -> None:
     assert time.monotonic() - start < 1
 
 
+@pytest.mark.slow
 def test_a_store_that_is_gone_while_ranks_are_waited_for_is_torchruns_end() -> None:
     code = (
         "import time; import torch.distributed as dist; from datetime import timedelta; "
@@ -133,6 +134,7 @@ def test_a_store_that_is_gone_while_ranks_are_waited_for_is_torchruns_end() -> N
             rendezvous.gather()
 
 
+@pytest.mark.slow
 def test_a_store_that_is_gone_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     class Gone:
         def check(self, keys: list[str]) -> bool:

@@ -483,6 +483,7 @@ def test_a_process_that_this_one_started_does_not_hold_the_folder() -> None:
         outliving.wait(10)
 
 
+@pytest.mark.slow
 def test_a_process_that_this_one_forked_does_not_hold_the_folder() -> None:
     code = (
         "import os, time; from pathlib import Path; from ps.rundir import RunDirectory; "
@@ -497,6 +498,7 @@ def test_a_process_that_this_one_forked_does_not_hold_the_folder() -> None:
         RunDirectory.reopen(Path("forked"))
     finally:
         outliving.kill()
+        outliving.wait(10)
 
 
 def test_where_there_are_no_locks_a_run_works_without(monkeypatch: pytest.MonkeyPatch) -> None:
