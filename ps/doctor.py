@@ -12,14 +12,14 @@ import shlex
 import shutil
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 from ps import machine
+from ps.bounded import within
 from ps.config import Config
 from ps.errors import ConfigError, LaunchError, PsError
 from ps.footprint import RANK_BYTES, Footprint, disk_bytes, measure, memory_bytes
@@ -41,7 +41,6 @@ MAX_NAMED = 5
 Status = Literal["ok", "warning", "failed"]
 Judgement = tuple[Status, str]
 Check = Callable[[], Judgement]
-Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,37 +132,12 @@ def _sized(config: Config, world_size: int, footprint: Footprint) -> Mapping[str
 def _look(name: str, check: Check, bound_s: float) -> Finding:
     status: Status = "failed"
     try:
-        status, text = _within(bound_s, check)
+        status, text = within(bound_s, check, "check")
     except PsError as error:
         text = str(error)
     except (Exception, SystemExit) as error:
         text = f"could not be checked: {type(error).__name__}: {error}"
     return Finding(name, status, _in_one_line(text))
-
-
-def _within(bound_s: float, call: Callable[[], Answer]) -> Answer:
-    """What the call returns or raises; if it hangs, the thread that it is in stays behind.
-
-    Raises:
-        TimeoutError: it takes longer than bound_s.
-    """
-    answers: list[Answer] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            answers.append(call())
-        except (Exception, SystemExit) as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="check", daemon=True)
-    thread.start()
-    thread.join(bound_s)
-    if errors:
-        raise errors[0]
-    if not answers:
-        raise TimeoutError(f"no answer within {bound_s:g} s")
-    return answers[0]
 
 
 def system(name: str) -> Judgement:
@@ -198,7 +172,7 @@ def host_name(name: str, resolve: Callable[[str], str]) -> Judgement:
 
 
 def _resolve(name: str) -> str:
-    found = _within(HOST_NAME_BOUND_S, lambda: socket.getaddrinfo(name, None))
+    found = within(HOST_NAME_BOUND_S, lambda: socket.getaddrinfo(name, None), "check")
     return str(found[0][4][0])
 
 

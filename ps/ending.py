@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ps import rundir
+from ps.bounded import within
 from ps.checkpoint import Checkpointer, Checkpoints
 from ps.errors import LaunchError, first_line
 from ps.files import replacing
@@ -108,10 +109,9 @@ class Ending:
                 server.found(loss)
             server.stop(outcome, abandoned)
 
-        thread = threading.Thread(target=stop, name="stop", daemon=True)
-        thread.start()
-        thread.join(bound_s)
-        if thread.is_alive():
+        try:
+            within(bound_s, stop, "stop")
+        except TimeoutError:
             rank = self._topology.rank
             text = f"{outcome.cause}, and its lock was not given back for {bound_s:.0f} s"
             self._end_stuck(Finding(rank, text, outcome.exit_code), {})

@@ -13,7 +13,7 @@ from benchmarks.jobs import ROOT
 
 # A module may import only from lines above its own.
 LAYERS = [
-    ("ps.errors", "ps.files"),
+    ("ps.errors", "ps.files", "ps.bounded"),
     ("ps.faults", "ps.processes"),
     ("ps.log", "ps.schedule", "ps.topology", "ps.machine", "ps.flat", "ps.pacing"),
     ("ps.health",),
@@ -58,7 +58,7 @@ NO_TORCH = {
     *("launch", "ps.errors", "ps.files", "ps.log", "ps.schedule", "ps.topology", "ps.machine"),
     *("ps.config", "ps.gate", "ps.interruption", "ps.rundir", "ps.preparation", "ps.pacing"),
     *("ps.health", "ps.faults", "ps.processes", "ps.footprint", "ps.doctor", "ps.watch"),
-    *("ps.workloads.mnist_files", "ps.workloads.catalogue"),
+    *("ps.workloads.mnist_files", "ps.workloads.catalogue", "ps.bounded"),
 }
 FOLDERS = ("ps/links/", "ps/workloads/")
 PATHS = [ROOT / "launch.py", *sorted((ROOT / "ps").rglob("*.py"))]

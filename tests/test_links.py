@@ -63,7 +63,11 @@ def rpc_group() -> Iterator[None]:
     """torch allows RPC once per process, and a group of one calls itself."""
     group = rpc.RpcGroup(Rendezvous(topology_of(), 10.0), Config(rpc_timeout=20.0))
     yield
-    assert group.close()
+    warned: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rpc.log, "warning", lambda *args: warned.append(str(args)))
+        group.close()
+    assert warned == []
 
 
 @dataclass
@@ -410,16 +414,6 @@ def test_a_call_that_takes_longer_than_its_limit_names_call_and_option(rpc_group
             LinkOfOne().evaluate(1, torch.ones(1))
     finally:
         rpc.rpc._set_rpc_timeout(20.0)
-
-
-def test_a_call_that_hangs_or_raises_is_told_apart_from_one_that_works() -> None:
-    def fail() -> None:
-        raise ValueError("no")
-
-    assert rpc._within(1.0, lambda: None) == (True, None)
-    worked, error = rpc._within(1.0, fail)
-    assert (worked, str(error)) == (False, "no")
-    assert rpc._within(0.05, lambda: time.sleep(0.5)) == (False, None)
 
 
 def test_a_torch_without_rpc_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

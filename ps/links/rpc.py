@@ -5,15 +5,15 @@ RPC runs any pickle it is sent, from anybody who reaches its port, so it listens
 
 from __future__ import annotations
 
-import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.futures import Future
 
+from ps.bounded import within
 from ps.config import WEEK_S, Config
 from ps.errors import LaunchError, PeerLost, first_line
 from ps.flat import FlatModel, Mailbox, private_mailbox
@@ -81,40 +81,21 @@ class RpcGroup:
             warnings.filterwarnings(
                 "ignore", message="You are using a Backend", category=UserWarning
             )
-            joined, error = _within(config.start_timeout, join)
-        if not joined:
-            raise LaunchError(f"RPC did not start: {first_line(error or 'no answer in time')}")
+            try:
+                within(config.start_timeout, join, THREAD)
+            except Exception as error:
+                raise LaunchError(f"RPC did not start: {first_line(error)}") from None
 
-    def close(self) -> bool:
-        """Leave together with all others; tells whether that worked in time.
+    def close(self) -> None:
+        """Leave together with all others; a warning tells if that did not work in time.
 
         For when everybody is there to leave. A process that does not close must end by
         os._exit, as a normal exit aborts on running threads.
         """
-        closed, error = _within(2 * CLOSE_BOUND_S, lambda: rpc.shutdown(timeout=CLOSE_BOUND_S))
-        if not closed:
-            log.warning("RPC did not close: %s", first_line(error or "no answer in time"))
-        return closed
-
-
-def _within(bound_s: float, call: Callable[[], None]) -> tuple[bool, Exception | None]:
-    """Whether the call returned in time, and what it raised.
-
-    It runs in a thread of its own: torch's calls neither keep a bound in every case nor let a
-    signal through.
-    """
-    errors: list[Exception] = []
-
-    def run() -> None:
         try:
-            call()
+            within(2 * CLOSE_BOUND_S, lambda: rpc.shutdown(timeout=CLOSE_BOUND_S), THREAD)
         except Exception as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name=THREAD, daemon=True)
-    thread.start()
-    thread.join(bound_s)
-    return not thread.is_alive() and not errors, errors[0] if errors else None
+            log.warning("RPC did not close: %s", first_line(error))
 
 
 def _name(rank: int) -> str:

@@ -15,13 +15,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
+from ps.bounded import within
 from ps.errors import ConfigError
 from ps.files import make_directories, remove_empty
 from ps.log import log
@@ -145,22 +145,18 @@ def _reach(mirror: str) -> None:
         raise _FetchError(f"{mirror} is no URL: {error}") from None
     if getproxies():
         return
-    answer: list[OSError | UnicodeError | None] = []
-
-    def connect() -> None:
-        try:
-            socket.create_connection(address, timeout=REACH_BOUND_S).close()
-            answer.append(None)
-        except (OSError, UnicodeError) as error:
-            answer.append(error)
-
-    thread = threading.Thread(target=connect, name="reach", daemon=True)
-    thread.start()
-    thread.join(REACH_BOUND_S)
-    if not answer:
-        raise _FetchError(f"{url.hostname} does not answer within {REACH_BOUND_S:.0f} s")
-    if answer[0] is not None:
-        raise _FetchError(f"{url.hostname}: {getattr(answer[0], 'strerror', None) or answer[0]}")
+    try:
+        within(
+            REACH_BOUND_S,
+            lambda: socket.create_connection(address, timeout=REACH_BOUND_S).close(),
+            "reach",
+        )
+    except TimeoutError:
+        text = f"{url.hostname} does not answer within {REACH_BOUND_S:.0f} s"
+        raise _FetchError(text) from None
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise _FetchError(f"{url.hostname}: {reason}") from None
 
 
 def _fetch(names: Sequence[str], raw_dir: Path, mirror: str, bound_s: float) -> None:
