@@ -129,9 +129,10 @@ def test_faults_that_are_due_together_happen_one_after_the_other() -> None:
         injection.at_update(6)
 
 
-@pytest.mark.slow
-def test_a_deadlock_lets_no_thread_run_and_a_signal_still_ends_it() -> None:
-    injection = injected("deadlock:1@0")
+@contextmanager
+def ticking(fault: str) -> Iterator[tuple[int, int]]:
+    """The pid of a process to which that happens, and where a thread of it writes as it runs."""
+    injection = injected(fault)
     reader, writer = os.pipe()
 
     def tick() -> None:
@@ -146,45 +147,37 @@ def test_a_deadlock_lets_no_thread_run_and_a_signal_still_ends_it() -> None:
         time.sleep(0.1)
         injection.at_update(0)
 
-    def is_silent() -> bool:
-        ready, _, _ = select.select([reader], [], [], 0.3)
-        return not ready or not os.read(reader, 1000)
-
     with forked(be) as pid:
+        yield pid, reader
+    os.close(reader)
+    os.close(writer)
+
+
+@pytest.mark.slow
+def test_a_deadlock_lets_no_thread_run_and_a_signal_still_ends_it() -> None:
+    with ticking("deadlock:1@0") as (pid, reader):
+
+        def is_silent() -> bool:
+            ready, _, _ = select.select([reader], [], [], 0.3)
+            return not ready or not os.read(reader, 1000)
+
         assert os.read(reader, 1) == b"."
         until(is_silent, BOUND_S)
         os.kill(pid, signal.SIGUSR1)
         assert is_silent()
         os.kill(pid, signal.SIGTERM)
         assert status_of(pid) == signal.SIGTERM
-    os.close(reader)
-    os.close(writer)
 
 
 @pytest.mark.slow
 def test_one_that_hangs_lets_the_other_threads_run() -> None:
-    injection = injected("hang:1@0")
-    reader, writer = os.pipe()
-
-    def tick() -> None:
-        while True:
-            os.write(writer, b".")
-            time.sleep(0.01)
-
-    def be() -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        threading.Thread(target=tick, daemon=True).start()
-        injection.at_update(0)
-
-    with forked(be) as pid:
-        read = 0
-        while read < 30:
+    with ticking("hang:1@0") as (pid, reader):
+        time.sleep(0.5)
+        for _ in range(100):  # more than before it hung
             assert select.select([reader], [], [], BOUND_S)[0]
-            read += len(os.read(reader, 1))
+            os.read(reader, 1)
         os.kill(pid, signal.SIGTERM)
         assert status_of(pid) == signal.SIGTERM
-    os.close(reader)
-    os.close(writer)
 
 
 @pytest.mark.slow

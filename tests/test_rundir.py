@@ -464,38 +464,30 @@ def test_a_folder_that_another_process_writes_to_is_refused_until_that_ends(how:
 
 
 @pytest.mark.slow
-def test_a_process_that_this_one_started_does_not_hold_the_folder() -> None:
-    """Such as one that outlives a killed rank."""
-    RunDirectory.create(Path("run"), None)
+@pytest.mark.parametrize(
+    "leave_behind",
+    [
+        "print(subprocess.Popen(['sleep', '60'], stdout=subprocess.DEVNULL).pid)",
+        "pid = os.fork(); pid or os.close(1); pid or time.sleep(60); print(pid)",
+    ],
+    ids=["started", "forked"],
+)
+def test_a_process_that_outlives_its_rank_does_not_hold_the_folder(leave_behind: str) -> None:
     code = (
-        "import sys, subprocess; from pathlib import Path; from ps.rundir import RunDirectory; "
+        "import os, subprocess, time; from pathlib import Path; "
+        "from ps.rundir import RunDirectory; "
         f"run_dir = RunDirectory.create(Path({str(Path('other').absolute())!r}), None); "
-        "left = subprocess.Popen(['sleep', '60'], stdout=subprocess.DEVNULL); print(left.pid)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+        [sys.executable, "-c", code + leave_behind],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
     )
     outliving = psutil.Process(int(done.stdout))
     try:
         RunDirectory.reopen(Path("other"))
-    finally:
-        outliving.kill()
-        outliving.wait(10)
-
-
-@pytest.mark.slow
-def test_a_process_that_this_one_forked_does_not_hold_the_folder() -> None:
-    code = (
-        "import os, time; from pathlib import Path; from ps.rundir import RunDirectory; "
-        f"run_dir = RunDirectory.create(Path({str(Path('forked').absolute())!r}), None); "
-        "pid = os.fork(); pid or os.close(1); pid or time.sleep(60); print(pid)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
-    )
-    outliving = psutil.Process(int(done.stdout))
-    try:
-        RunDirectory.reopen(Path("forked"))
     finally:
         outliving.kill()
         outliving.wait(10)
