@@ -19,7 +19,7 @@ import torch
 from ps.errors import CheckpointUnusable, first_line
 from ps.files import sync_directory
 from ps.log import log
-from ps.rundir import CHECKPOINTS, checkpoints_in, sequence_of
+from ps.rundir import CHECKPOINTS, checkpoints_in, list_checkpoints, sequence_of
 
 FORMAT = 1
 DIGEST_LENGTH = 16
@@ -55,8 +55,7 @@ class Checkpoints:
                 _save({"format": FORMAT, **state}, hashing)
                 file.flush()
                 os.fsync(file.fileno())
-            os.listdir(self.folder)  # raises where paths() would tell that there are none
-            older = self.paths()
+            older = list_checkpoints(self._run_dir)  # not paths(), which may tell of none
             sequence = sequence_of(older[-1]) + 1 if older else 1
             path = self.folder / f"{sequence:06}-update-{version}-{hashing.digest}.pt"
             os.replace(partial, path)

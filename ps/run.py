@@ -58,7 +58,8 @@ def run_server(topology: Topology, prepared: Prepared, watch: Watch) -> int:
     """
     config, run_dir = prepared.config, prepared.run_dir
     try:
-        require_torchrun(topology)
+        if topology.is_alone:  # else the rendezvous sees it
+            require_torchrun(topology)
         rendezvous = None if topology.is_alone else Rendezvous(topology, config.start_timeout)
         shelf = Shelf() if rendezvous and channel.works_here() else None
         if shelf:

@@ -130,12 +130,23 @@ def generated(job: str | None, *, again: bool = False) -> Path:
 
 
 def checkpoints_in(run_dir: Path) -> list[Path]:
-    """All that are there, oldest first; what is in them was not looked at."""
+    """All that are there, oldest first; what is in them was not looked at. None if it cannot be
+    known."""
     try:
-        entries = list((run_dir / CHECKPOINTS).iterdir())
+        return list_checkpoints(run_dir)
     except OSError:
         return []
-    return sorted((e for e in entries if CHECKPOINT_NAME.fullmatch(e.name)), key=sequence_of)
+
+
+def list_checkpoints(run_dir: Path) -> list[Path]:
+    """As checkpoints_in().
+
+    Raises:
+        OSError: the folder cannot be listed.
+    """
+    folder = run_dir / CHECKPOINTS
+    names = filter(CHECKPOINT_NAME.fullmatch, os.listdir(folder))
+    return sorted((folder / name for name in names), key=sequence_of)
 
 
 def has_checkpoints(run_dir: Path) -> bool:

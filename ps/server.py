@@ -359,7 +359,8 @@ class ParameterServer:
         with self._lock:
             now = time.monotonic()
             if outcome is not None and trainer in self._present:  # or another thread was first
-                self._abandoned.update({trainer} if abandoned else ())
+                if abandoned:
+                    self._abandoned.add(trainer)
                 self._end(outcome)
             self._present.discard(trainer)
             self._forget(trainer, now)

@@ -180,7 +180,7 @@ class ServerSide:
         self._on_stuck = on_stuck
         self._teller = threading.Thread()
         self._telling_since = 0.0
-        self._told: set[tuple[int, int]] = set()
+        self._known: set[tuple[int, int]] = set()
         """Rank and exit code of the findings that the server knows."""
         self._shown: set[int] = set()
         """Ranks whose stacks were asked for."""
@@ -208,7 +208,7 @@ class ServerSide:
         findings = [
             f
             for f in found
-            if (f.rank, f.exit_code) not in self._told and not self._may_be_no_cause(f, now)
+            if (f.rank, f.exit_code) not in self._known and not self._may_be_no_cause(f, now)
         ]
         self._record(self._before, findings)
         for finding in findings:
@@ -229,7 +229,7 @@ class ServerSide:
             for finding in findings:
                 self._server.found(finding)
                 if finding.exit_code:
-                    self._told.add((finding.rank, finding.exit_code))
+                    self._known.add((finding.rank, finding.exit_code))
 
         if findings and not self._teller.is_alive():
             self._teller = threading.Thread(target=tell, name="findings", daemon=True)

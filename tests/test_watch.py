@@ -101,6 +101,13 @@ def kill(process: subprocess.Popen[Any], number: signal.Signals = signal.SIGKILL
     until(lambda: has_ended(process), BOUND_S)
 
 
+def stop(process: subprocess.Popen[Any]) -> Peer:
+    process.send_signal(signal.SIGSTOP)
+    peer = peer_of(process)
+    until(lambda: peer.read().state == "stopped", BOUND_S)
+    return peer
+
+
 def myself() -> Peer:
     return Peer(Identity.of(os.getpid()))
 
@@ -616,9 +623,7 @@ def test_a_stopped_trainer_is_found_after_the_timeout_and_then_goes_on(tmp_path:
     server = Server(t1=working())
     with program(SHOWS_STACKS, str(path)) as process:
         side = side_of(server, tmp_path, process, stall_timeout_s=0.3)
-        process.send_signal(signal.SIGSTOP)
-        peer = peer_of(process)
-        until(lambda: peer.read().state == "stopped", BOUND_S)
+        peer = stop(process)
         side.look()
         time.sleep(0.15)
         side.look()
@@ -869,9 +874,7 @@ def test_a_trainer_finds_its_server_stopped_and_lets_it_go_on() -> None:
     told = Told()
     with sleeper() as server:
         side = trainer_side(told, server, stall_timeout_s=0.2)
-        server.send_signal(signal.SIGSTOP)
-        peer = peer_of(server)
-        until(lambda: peer.read().state == "stopped", BOUND_S)
+        peer = stop(server)
         side.look()
         assert (told.findings, peer.read().state) == ([], "stopped")
         time.sleep(0.2)
@@ -892,9 +895,7 @@ def test_a_server_may_end_when_it_is_expected_to_and_not_stand_still() -> None:
         assert told.findings == []
         side = trainer_side(told, other, stall_timeout_s=0.1)
         side.expect_end()
-        other.send_signal(signal.SIGSTOP)
-        peer = peer_of(other)
-        until(lambda: peer.read().state == "stopped", BOUND_S)
+        stop(other)
         side.look()
         time.sleep(0.1)
         side.look()

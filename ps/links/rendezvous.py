@@ -152,8 +152,10 @@ def _connect(topology: Topology, bound_s: float) -> dist.Store:
             return dist.TCPStore(
                 *address, is_master=True, master_listen_fd=listener.detach(), **options
             )
-        require_torchrun(topology)
-        _wait_for_listener(address, bound_s)
+        if topology.agent_hosts_store:
+            require_torchrun(topology)
+        else:
+            _wait_for_listener(address, bound_s)
         return dist.TCPStore(*address, is_master=False, **options)
     except (OSError, dist.DistNetworkError) as error:
         where = f"{address[0]}:{address[1]}"
