@@ -55,9 +55,10 @@ fmt: $(VENV)/.dev ## format the code
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-lint: $(VENV)/.dev ## check format and lint
+lint: $(VENV)/.dev ## check format, lint and the arrows between the rooms
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
+	@$(BIN)/lint-imports --no-cache | tail -n 1
 
 types: $(VENV)/.dev ## check types
 	@$(BIN)/mypy

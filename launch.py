@@ -14,19 +14,21 @@ import time
 import traceback
 from collections.abc import MutableMapping, Sequence
 
-from ps import gate, interruption, log, machine, rundir
-from ps.config import parse_args
-from ps.errors import CheckpointUnusable, ConfigError, Interrupted, Orphaned, PsError
-from ps.preparation import prepare, ready_bound_s
-from ps.topology import Topology
-from ps.watch import HOLD_S, Watch
+from ps.host import gate, resources, signals
+from ps.host.watch import HOLD_S, Watch
+from ps.job import rundir
+from ps.job.preparation import prepare, ready_bound_s
+from ps.settings import log
+from ps.settings.config import parse_args
+from ps.settings.errors import CheckpointUnusable, ConfigError, Interrupted, Orphaned, PsError
+from ps.settings.topology import Topology
 
 RPC_THREAD = "rpc"
 
 
 def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
     """Parse, place, run; returns the exit code of this process."""
-    interruption.end_at_once()
+    signals.end_at_once()
     rank = environ.get("RANK") or "0"
     log.configure("server" if rank == "0" else "trainer", rank)
     error_file = environ.get("TORCHELASTIC_ERROR_FILE")
@@ -36,22 +38,22 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
         config = parse_args(argv)
         topology = Topology.from_environ(environ, argv)
         log.configure(topology.role, topology.rank, config.log_level)
-        machine.limit_spinning(environ)
+        resources.limit_spinning(environ)
         watch = Watch()
         if topology.is_server:
-            interruption.raise_once()
-            watch.on_orphaned = interruption.interrupt  # it may be fetching for minutes
+            signals.raise_once()
+            watch.on_orphaned = signals.interrupt  # it may be fetching for minutes
             watch.start()
             prepared = prepare(topology, config, argv)
-            interruption.end_after(prepared.run_dir.discard)
+            signals.end_after(prepared.run_dir.discard)
             watch.end_orphaned_after(prepared.run_dir.discard)
-            from ps.run import run_server  # late on purpose: this is what loads torch
+            from ps.job.run import run_server
 
             return run_server(topology, prepared, watch)
-        watch.take_signals(interruption.by_handle())
+        watch.take_signals(signals.by_handle())
         watch.start()
-        gate.wait(topology, machine.usable_cores(), ready_bound_s(config))
-        from ps.run import run_trainer
+        gate.wait(topology, resources.usable_cores(), ready_bound_s(config))
+        from ps.job.run import run_trainer
 
         return run_trainer(topology, config, watch)
     except PsError as error:
@@ -72,7 +74,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:], os.environ)
+    code = main(sys.argv[1:], os.environ)  # noqa: TID251
     sys.stdout.flush()
     sys.stderr.flush()
     if code or any(thread.name == RPC_THREAD for thread in threading.enumerate()):

@@ -40,7 +40,7 @@ from benchmarks.contenders import (
 )
 from benchmarks.figures import figures_table, median, outcomes, rates_table
 from benchmarks.peers.ray_server import HINT
-from ps import machine
+from ps.host import resources
 
 FULL_ROUNDS, QUICK_ROUNDS = 5, 1
 ROUNDS_BOUND_S = 400.0  # so that all ends within ten minutes
@@ -221,7 +221,7 @@ def _write(bench: Bench, args: argparse.Namespace) -> None:
 def machine_facts() -> dict[str, Any]:
     """Of now: the load average is to be read before anything runs."""
     return {
-        "usable_cores": machine.usable_cores(),
+        "usable_cores": resources.usable_cores(),
         "load_average_before": os.getloadavg()[0],
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),

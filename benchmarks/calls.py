@@ -18,18 +18,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from ps import machine
-from ps.compute import OnTrainers
-from ps.config import Config
-from ps.flat import FlatModel
+from ps.host import libc
 from ps.links.choice import choose, connect
 from ps.links.rendezvous import Rendezvous
-from ps.metrics import Metrics
-from ps.orders import Orders, Plan
+from ps.model.flat import FlatModel
+from ps.model.store import Store
 from ps.protocol import Push, Train, Trained
-from ps.server import ParameterServer
-from ps.store import Store
-from ps.topology import Topology
+from ps.server.compute import OnTrainers
+from ps.server.metrics import Metrics
+from ps.server.orders import Orders, Plan
+from ps.server.server import ParameterServer
+from ps.settings.config import Config
+from ps.settings.topology import Topology
 
 LINKS = ("local", "rpc")
 SIZES = (1_200_000, 10_000_000, 100_000_000)
@@ -96,7 +96,7 @@ def _model(parameters: int) -> nn.Module:
 
 
 def _serve(config: Config, parameters: int, port: int) -> None:
-    machine.keep_freed_memory()
+    libc.keep_freed_memory()
     torch.set_num_threads(1)
     rendezvous = Rendezvous(_topology(0, port), 60.0)
     model = _model(parameters)
@@ -128,7 +128,7 @@ class _FewOrders(Orders):
 
 
 def _push(config: Config, parameters: int, port: int, budget_s: float, results: Any) -> None:
-    machine.keep_freed_memory()
+    libc.keep_freed_memory()
     torch.set_num_threads(1)
     rendezvous = Rendezvous(_topology(TRAINER, port), 60.0)
     invitation = json.loads(rendezvous.announced(60.0))

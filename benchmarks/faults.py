@@ -492,8 +492,8 @@ def _killed_while_saving(setting: Setting, folder: Path) -> str:
 
 def _newest_whole(run_dir: Path) -> int:
     """The version in the newest checkpoint that can be loaded; 0 if there is none."""
-    from ps.checkpoint import Checkpoints, read
-    from ps.errors import CheckpointUnusable
+    from ps.job.checkpoint import Checkpoints, read
+    from ps.settings.errors import CheckpointUnusable
 
     for path in reversed(Checkpoints(run_dir).paths()):
         with suppress(CheckpointUnusable):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.idle import BATCH_SIZE, SLEEP_S
-from ps.config import Config
+from ps.settings.config import Config
 from ps.workload import Samples, Workload, fetch
 from ps.workloads import digits
 

@@ -6,7 +6,7 @@ import os
 import sys
 
 import launch
-from ps.watch import Watch
+from ps.host.watch import Watch
 
 if __name__ == "__main__":
     Watch.start = lambda self: None  # type: ignore[method-assign]

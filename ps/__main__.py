@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+import argparse  # noqa: TID251
 import json
 import os
 import sys
@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict
 
-from ps import doctor, interruption
-from ps.config import Config, parse_args
-from ps.doctor import Finding
-from ps.errors import ConfigError, LaunchError, PsError
-from ps.preparation import with_inherited
+from ps.host import signals
+from ps.job import doctor
+from ps.job.doctor import Finding
+from ps.job.preparation import with_inherited
+from ps.settings.config import Config, parse_args
+from ps.settings.errors import ConfigError, LaunchError, PsError
 
 PROGRAM = "python -m ps doctor"
 USAGE = f"{PROGRAM} [--json] [--world-size N] [options of launch.py]"
@@ -40,7 +41,7 @@ STATUS_WIDTH = len("warning")
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code."""
-    interruption.end_at_once()
+    signals.end_at_once()
     if argv[:1] == ["doctor"]:
         return _doctor(argv[1:])
     if argv[:1] in (["-h"], ["--help"]):

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from ps import interruption
-from ps.log import log
+from ps.host import signals
+from ps.settings.log import log
 
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -24,7 +24,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def no_signal_of_another_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interruption, "_came", None)
+    monkeypatch.setattr(signals, "_came", None)
 
 
 @pytest.fixture(autouse=True)

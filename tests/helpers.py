@@ -17,22 +17,23 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.jobs import ROOT
-from ps.compute import Compute, OnServer, OnTrainers
-from ps.flat import FlatModel
-from ps.links.answers import InProcessLink
+from ps.host.processes import Identity, Peer
+from ps.links.calls import InProcessLink
 from ps.links.choice import Link
-from ps.loading import Loader
-from ps.metrics import Metrics
-from ps.orders import Orders, Plan, permutation
-from ps.passes import Passes
-from ps.processes import Identity, Peer
-from ps.randomness import step_seed
-from ps.server import Outcome, ParameterServer
-from ps.step import ServerSideWorker, TrainerSideWorker, Worker
-from ps.store import Store
-from ps.topology import Topology
-from ps.trainer import train
-from ps.workload import Workload, fetch, make_model
+from ps.model.flat import FlatModel
+from ps.model.passes import Passes
+from ps.model.randomness import step_seed
+from ps.model.store import Store
+from ps.server.compute import Compute, OnServer, OnTrainers
+from ps.server.metrics import Metrics
+from ps.server.orders import Orders, Plan, permutation
+from ps.server.server import Outcome, ParameterServer
+from ps.settings.topology import Topology
+from ps.trainer.loading import Loader
+from ps.trainer.trainer import train
+from ps.trainer.worker import ServerSideWorker, TrainerSideWorker, Worker
+from ps.workload import Workload, fetch
+from ps.workloads.checks import make_model
 
 Optimizer = Callable[[nn.Module], torch.optim.Optimizer]
 COMPUTE = ("server", "trainer")

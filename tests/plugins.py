@@ -10,8 +10,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from ps.config import Config
 from ps.links import local, rpc
+from ps.settings.config import Config
 from ps.workload import Workload
 from ps.workloads import digits
 from ps.workloads.images import Images, image_workload

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from benchmarks.peers.processes import Gate
 from benchmarks.peers.task import BATCH_SIZE, LEARNING_RATE, Task
 from benchmarks.plugins import small_perceptron
-from ps import machine
-from ps.config import Config
-from ps.workload import Workload, fetch, make_model
+from ps.host import libc
+from ps.settings.config import Config
+from ps.workload import Workload, fetch
 from ps.workloads import digits
+from ps.workloads.checks import make_model
 
 NETS = {"conv": digits.build, "small": small_perceptron}
 
@@ -23,7 +24,7 @@ NETS = {"conv": digits.build, "small": small_perceptron}
 def prepare(task: Task) -> Workload:
     """Set this process up and build what it trains. To be called first."""
     if task.tuned:
-        machine.keep_freed_memory()
+        libc.keep_freed_memory()
     torch.set_num_threads(1)
     return NETS[task.net](Config())
 

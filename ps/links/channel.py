@@ -7,29 +7,24 @@ not matter. Messages are pickles, read only from those who know the key.
 
 from __future__ import annotations
 
-import io
 import math
-import mmap
 import os
-import pickle
 import secrets
-import socket
+import socket  # noqa: TID251
 import struct
 import sys
 import threading
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
-from multiprocessing.reduction import recv_handle, send_handle
+from multiprocessing import AuthenticationError  # noqa: TID251
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge  # noqa: TID251
+from multiprocessing.reduction import recv_handle, send_handle  # noqa: TID251
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from ps.errors import LaunchError
+from ps.links.memory import Memory
+from ps.model.packing import decode, encode
+from ps.settings.errors import LaunchError
 
 KEY_BYTES = 32
 
@@ -154,65 +149,3 @@ def _user_of(peer: socket.socket) -> int:
     """Of the process at the other end of a Unix socket."""
     _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return int(user)
-
-
-class Memory:
-    """Memory that can be handed to other processes. It stays while anybody uses it."""
-
-    def __init__(self, handle: int) -> None:
-        """Owns the handle, which is closed with it."""
-        self.handle = handle
-        self._close = weakref.finalize(self, os.close, handle)
-
-    @classmethod
-    def allocate(cls, num_bytes: int) -> Memory:
-        """Takes all of it at once, so that none is missing later.
-
-        Raises:
-            OSError: there is not enough.
-        """
-        memory = cls(os.memfd_create("parameter-server"))
-        try:
-            os.posix_fallocate(memory.handle, 0, max(1, num_bytes))
-        except OSError:
-            memory.close()
-            raise
-        return memory
-
-    def bytes(self, *, private: bool = False) -> Tensor:
-        """It as a uint8 tensor. What is written to a private one stays in this process."""
-        access = mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE
-        return torch.frombuffer(mmap.mmap(self.handle, 0, access=access), dtype=torch.uint8)
-
-    def close(self) -> None:
-        """Once it was handed over, and bytes() is not called any more."""
-        self._close()
-
-
-def encode(message: Any) -> bytes:
-    """A message as bytes; CPU tensors in it may have any dtype and shape."""
-    stream = io.BytesIO()
-    _Pickler(stream, protocol=5).dump(message)
-    return stream.getvalue()
-
-
-def decode(content: bytes) -> Any:
-    """The message. Only for bytes from encode() in a process of this job: it is a pickle."""
-    return pickle.loads(content)
-
-
-class _Pickler(pickle.Pickler):
-    """Tensors travel as their bytes: torch's own pickling takes longer than the call."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if type(value) is not Tensor:
-            return NotImplemented
-        plain = value.detach().resolve_conj().resolve_neg().contiguous()
-        flat = plain.view(-1).view(torch.uint8)
-        return _tensor, (bytearray(flat.numpy()), value.dtype, tuple(value.shape))
-
-
-def _tensor(content: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    if not content:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(content, dtype=dtype).view(shape)

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
-from ps.compute import Compute, OnTrainers
-from ps.config import Config
-from ps.errors import ConfigError
-from ps.flat import FlatModel, Mailbox
 from ps.links.channel import Address
 from ps.links.local import LocalLink, LocalServer, SharedMailbox, why_not
 from ps.links.rendezvous import Rendezvous
 from ps.links.rpc import RpcLink, RpcServer, check_rpc
-from ps.log import log
+from ps.model.flat import FlatModel
+from ps.model.mailbox import Mailbox
 from ps.protocol import Server, Service
+from ps.server.compute import Compute, OnTrainers
+from ps.settings.config import Config
+from ps.settings.errors import ConfigError
+from ps.settings.log import log
 
 
 class ServerEnd(Protocol):

@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 
-from ps.errors import PeerLost
-from ps.flat import FlatModel, Mailbox
-from ps.links.answers import RemoteCalls, answer, value
-from ps.links.channel import Address, Channel, Listener, Memory, dial, works_here
-from ps.machine import available_memory_bytes
+from ps.host.resources import available_memory_bytes
+from ps.links.calls import RemoteCalls, answer, value
+from ps.links.channel import Address, Channel, Listener, dial, works_here
+from ps.links.memory import Memory
+from ps.model.flat import FlatModel
+from ps.model.mailbox import Mailbox
 from ps.protocol import Service
+from ps.settings.errors import PeerLost
 
 
 def why_not(num_mailboxes: int, mailbox_bytes: int) -> str | None:

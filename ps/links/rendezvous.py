@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import os
-import socket
+import socket  # noqa: TID251
 import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+import torch.distributed as dist  # noqa: TID251
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler  # noqa: TID251
 
-from ps import interruption
-from ps.errors import LaunchError, Orphaned, first_line
-from ps.log import log
-from ps.topology import SERVER_RANK, Topology
+from ps.host import signals
+from ps.settings.errors import LaunchError, Orphaned, first_line
+from ps.settings.log import log
+from ps.settings.topology import SERVER_RANK, Topology
 
 REMIND_INTERVAL_S = 5.0
 ANNOUNCED_REMIND_INTERVAL_S = 15.0
@@ -91,7 +91,7 @@ class Rendezvous:
         """Poll: a blocking wait cannot say who is missing, and prints on every timeout."""
         remind = _Reminder(bound_s, remind_s)
         while ranks := lacking():
-            interruption.check()
+            signals.check()
             who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} {what}"
             if remind.expired:
                 raise LaunchError(
@@ -136,7 +136,7 @@ def _stay_on_loopback() -> None:
     """RPC and gloo otherwise listen on whatever the host name resolves to. A user's value wins."""
     interface = "lo" if sys.platform == "linux" else "lo0"
     for variable in ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        os.environ.setdefault(variable, interface)
+        os.environ.setdefault(variable, interface)  # noqa: TID251
 
 
 def _connect(topology: Topology, bound_s: float) -> dist.Store:

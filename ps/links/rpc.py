@@ -10,21 +10,22 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed as dist  # noqa: TID251
 from torch.futures import Future
 
-from ps.bounded import within
-from ps.config import WEEK_S, Config
-from ps.errors import LaunchError, PeerLost, first_line
-from ps.flat import FlatModel, Mailbox, private_mailbox
-from ps.links.answers import RemoteCalls, answer, value
+from ps.host.timeouts import within
+from ps.links.calls import RemoteCalls, answer, value
 from ps.links.rendezvous import Rendezvous
-from ps.log import log
+from ps.model.flat import FlatModel
+from ps.model.mailbox import Mailbox, private_mailbox
 from ps.protocol import Service
-from ps.topology import SERVER_RANK, Topology
+from ps.settings.config import WEEK_S, Config
+from ps.settings.errors import LaunchError, PeerLost, first_line
+from ps.settings.log import log
+from ps.settings.topology import SERVER_RANK, Topology
 
 try:
-    import torch.distributed.rpc as rpc
+    import torch.distributed.rpc as rpc  # noqa: TID251
 except ImportError:  # builds without RPC fail in several ways here
     rpc = None  # type: ignore[assignment]
 

@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from ps.errors import PeerLost
-from ps.flat import Layout
-from ps.links.channel import Address, Channel, Listener, Memory, dial
-from ps.log import log
+from ps.links.channel import Address, Channel, Listener, dial
+from ps.links.memory import Memory
+from ps.model.flat import Layout
+from ps.settings.errors import PeerLost
+from ps.settings.log import log
 from ps.workload import share_by
 
 Make = Callable[[], Sequence[Tensor]]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ps.config import Config
-from ps.errors import ConfigError
-from ps.log import log
+from ps.settings.config import Config
+from ps.settings.errors import ConfigError
+from ps.settings.log import log
 from ps.workloads import mnist_files
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def load(name: str, config: Config) -> Workload:
     Raises:
         ConfigError: the plug-in or the data is unusable.
     """
-    from ps.workload import check, load_plug_in
+    from ps.workloads.checks import check, load_plug_in
 
     if name == "mnist":
         from ps.workloads.mnist import build

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ps.config import Config
+from ps.settings.config import Config
 from ps.workload import Workload, once_per_host
 from ps.workloads.images import Images, image_workload
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ps.config import Config
+from ps.settings.config import Config
 from ps.workload import Workload, once_per_host
 from ps.workloads import mnist_files
 from ps.workloads.images import Images, image_workload

@@ -11,8 +11,8 @@ import functools
 import gzip
 import hashlib
 import os
-import socket
-import subprocess
+import socket  # noqa: TID251
+import subprocess  # noqa: TID251
 import sys
 import tempfile
 import zlib
@@ -21,10 +21,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from ps.bounded import within
-from ps.errors import ConfigError
-from ps.files import make_directories, remove_empty
-from ps.log import log
+from ps.host.files import make_directories, remove_empty
+from ps.host.timeouts import within
+from ps.settings.errors import ConfigError
+from ps.settings.log import log
 
 REACH_BOUND_S = 3.0
 

@@ -1,0 +1,121 @@
+"""What this machine offers: usable cores, the thread budget, and the C library's allocator."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import sys
+from collections.abc import MutableMapping
+from contextlib import suppress
+from pathlib import Path
+
+CGROUP = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
+SPIN_COUNT = "100000"
+
+
+def usable_cores(cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> int:
+    """Cores this process may use: its affinity and its cgroup's quota, not the host's count."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    folders = _cgroups("cpu", cgroup, membership)
+    quota = min((q for q in map(_quota_cores, folders) if q), default=None)
+    return max(1, min(cores, math.ceil(quota))) if quota else cores
+
+
+def _cgroups(controller: str, cgroup: Path, membership: Path) -> list[Path]:
+    """The folders of this process's cgroups of either version, and of those around them."""
+    places = [(cgroup, "/"), (cgroup / controller, "/")]
+    with suppress(OSError):
+        for line in membership.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                places += [(cgroup, path), (cgroup / "unified", path)]
+            elif controller in controllers.split(","):
+                places.append((cgroup / controller, path))
+    found: dict[Path, None] = {}
+    for mount, path in places:
+        own = mount / path.lstrip("/")
+        around = [folder for folder in own.parents if folder.is_relative_to(mount)]
+        found |= dict.fromkeys([own, *around])
+    return [folder for folder in found if folder.is_dir()]
+
+
+def _quota_cores(folder: Path) -> float | None:
+    """The CPU quota of a cgroup of version 2 or 1, in cores; None without one."""
+    try:
+        quota, period = (folder / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        try:
+            quota = (folder / "cpu.cfs_quota_us").read_text().strip()
+            period = (folder / "cpu.cfs_period_us").read_text().strip()
+        except OSError:
+            return None
+    if quota in ("max", "-1"):
+        return None
+    return int(quota) / int(period)
+
+
+def available_memory_bytes(
+    cgroup: Path = CGROUP,
+    meminfo: Path = Path("/proc/meminfo"),
+    membership: Path = MEMBERSHIP,
+) -> int:
+    """Memory that can still be taken: what the host has left, or this cgroup if that is less.
+
+    File cache does not count as taken: it gives way.
+    """
+    available = [_host_available_bytes(meminfo)]
+    for folder in _cgroups("memory", cgroup, membership):
+        for limit, current in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            try:
+                used = int((folder / current).read_text())
+                left = int((folder / limit).read_text()) - used
+                available.append(left + _cached_bytes(folder / "memory.stat"))
+            except (OSError, ValueError):
+                continue  # of the other version, or without a limit
+    return max(0, min(available))
+
+
+def shared_memory_bytes(status: Path = Path("/proc/self/status")) -> int:
+    """Of this process, resident: the server's is what all ranks of a job share. Linux only."""
+    try:
+        found = re.search(r"^RssShmem:\s+(\d+) kB$", status.read_text(), re.M)
+    except OSError:
+        return 0
+    return int(found[1]) * 1024 if found else 0
+
+
+def _cached_bytes(stat: Path) -> int:
+    try:
+        found = re.search(r"^inactive_file (\d+)$", stat.read_text(), re.M)
+    except OSError:
+        return 0
+    return int(found[1]) if found else 0
+
+
+def _host_available_bytes(meminfo: Path) -> int:
+    found = re.search(r"^MemAvailable: +(\d+) kB$", meminfo.read_text(), re.M)
+    return int(found[1]) * 1024 if found else sys.maxsize
+
+
+def threads_per_pass(cores: int, num_trainers: int) -> int:
+    """Threads for one forward or backward when each trainer may have one running."""
+    return max(1, cores // num_trainers)
+
+
+def limit_spinning(environ: MutableMapping[str, str]) -> None:
+    """Have OpenMP's threads sleep soon when they wait for each other. Before torch is loaded.
+
+    GNU's default spins for so long that one busy neighbour on the cores costs nine tenths of
+    the rate; this bound was found by experiment and costs nothing on a quiet machine. What the
+    user has set wins.
+    """
+    if "OMP_WAIT_POLICY" not in environ:
+        environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)

@@ -1,0 +1,263 @@
+"""The run directory: where a run leaves its options, checkpoints, report and weights. No torch."""
+
+from __future__ import annotations
+
+import fcntl  # noqa: TID251
+import json
+import os
+import re
+import secrets
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ps.host.files import make_directories, remove_empty, replacing, sync_directory
+from ps.settings.errors import CheckpointUnusable, ConfigError
+from ps.settings.log import log
+
+PARENT = Path("runs")
+LATEST = "latest"
+CHECKPOINTS = "checkpoints"
+CHECKPOINT_NAME = re.compile(r"[0-9]+-update-[0-9]+-[0-9a-f]{16}\.pt")
+OPTIONS = "config.json"
+REPORT = "report.json"
+
+
+class RunDirectory:
+    """A directory that this process alone writes to."""
+
+    def __init__(self, path: Path, created: Sequence[Path], lock: int | None = None) -> None:
+        """created are the folders that exist only for this run, innermost first. lock is a
+        handle, which is held as long as this object."""
+        self.path = path
+        self._created = created
+        self._lock = lock
+
+    @classmethod
+    def create(cls, path: Path, error_file: str | None) -> RunDirectory:
+        """Make it; a new one is private to this user.
+
+        error_file tells which entry that is already there is torchrun's own log of this run.
+
+        Raises:
+            ConfigError: it is not empty, is no directory, or cannot be written.
+        """
+        created: list[Path] = []
+        try:
+            created = make_directories(path, mode=0o700)
+            foreign = sorted(e.name for e in path.iterdir() if not _holds(e, error_file))
+            _try_to_write(path)
+        except OSError as error:
+            remove_empty(created)
+            raise _unusable("--run-dir", path, error) from None
+        if foreign:
+            raise ConfigError(
+                f"--run-dir {path} is not empty (it holds {foreign[0]}); "
+                "give a new one, or omit --run-dir; --resume goes on from an earlier run"
+            )
+        return cls(path, created, _lock(path))
+
+    @classmethod
+    def reopen(cls, path: Path) -> RunDirectory:
+        """Go on in that of an earlier run, or of an earlier attempt of this one.
+
+        Raises:
+            ConfigError: it cannot be written, or another run is still writing to it.
+        """
+        try:
+            _try_to_write(path)
+        except OSError as error:
+            raise _unusable("--resume", path, error) from None
+        return cls(path, (), _lock(path))
+
+    def discard(self) -> None:
+        """Take back what create() made: the run never started."""
+        remove_empty(self._created)
+
+    def publish(self) -> None:
+        """Point runs/latest here, if this is one of runs/."""
+        parent = self.path.absolute().parent
+        if parent != PARENT.absolute():
+            return
+        link = parent / f".{LATEST}-{secrets.token_hex(3)}"
+        try:
+            link.symlink_to(self.path.name)
+            os.replace(link, parent / LATEST)
+        except OSError as error:
+            link.unlink(missing_ok=True)
+            log.warning("%s does not point to this run: %s", PARENT / LATEST, error.strerror)
+
+    def write_options(self, options: Mapping[str, object], job: str | None) -> None:
+        """Write config.json, for options_of() and job_of()."""
+        write(self.path, OPTIONS, {"job": job, "options": options})
+
+    def write_report(self, report: Mapping[str, object]) -> Path:
+        """Write report.json; a reader finds the old one or the new one, never half."""
+        return write(self.path, REPORT, report)
+
+
+def write(run_dir: Path, name: str, content: Mapping[str, object]) -> Path:
+    """Write a JSON file there, whole or not at all.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may have removed it
+    path = run_dir / name
+    with replacing(path) as partial, partial.open("w") as file:
+        file.write(json.dumps(content, indent=2, allow_nan=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    sync_directory(run_dir)
+    return path
+
+
+def generated(job: str | None, *, again: bool = False) -> Path:
+    """runs/<time>-<job>, or with `again` the one that an earlier attempt of this job used.
+
+    job None stands for a random name.
+    """
+    if again and job is not None:
+        there = sorted(folder for folder in PARENT.glob("*") if not folder.is_symlink())
+        used = [folder for folder in there if job_of(folder) == job]  # which may be of another job
+        if made := used or [folder for folder in there if folder.name.endswith(f"-{job}")]:
+            return made[-1]
+    return PARENT / f"{time.strftime('%Y%m%d-%H%M%S')}-{job or secrets.token_hex(3)}"
+
+
+def checkpoints_in(run_dir: Path) -> list[Path]:
+    """All that are there, oldest first; what is in them was not looked at. None if it cannot be
+    known."""
+    try:
+        return list_checkpoints(run_dir)
+    except OSError:
+        return []
+
+
+def list_checkpoints(run_dir: Path) -> list[Path]:
+    """As checkpoints_in().
+
+    Raises:
+        OSError: the folder cannot be listed.
+    """
+    folder = run_dir / CHECKPOINTS
+    names = filter(CHECKPOINT_NAME.fullmatch, os.listdir(folder))
+    return sorted((folder / name for name in names), key=sequence_of)
+
+
+def has_checkpoints(run_dir: Path) -> bool:
+    return bool(checkpoints_in(run_dir))
+
+
+def sequence_of(checkpoint: Path) -> int:
+    """The number in its name: a newer one has a higher one."""
+    return int(checkpoint.name.split("-", 1)[0])
+
+
+def options_of(run_dir: Path) -> dict[str, Any]:
+    """The options of the run that wrote there.
+
+    Raises:
+        CheckpointUnusable: they are not there, or damaged.
+    """
+    path = run_dir / OPTIONS
+    try:
+        options = json.loads(path.read_text())["options"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is damaged"
+        raise CheckpointUnusable(f"{path} cannot be read: {reason}") from None
+    if not isinstance(options, dict):
+        raise CheckpointUnusable(f"{path} cannot be read: it is damaged")
+    return options
+
+
+def job_of(run_dir: Path) -> str | None:
+    """The job that wrote there last; None if that is not known."""
+    job: str | None = _read(run_dir, OPTIONS).get("job")
+    return job
+
+
+def is_begun(run_dir: Path) -> bool:
+    """Whether a run has begun there, and has not done all that it was to do."""
+    return (run_dir / OPTIONS).exists() and not is_done(run_dir)
+
+
+def is_done(run_dir: Path) -> bool:
+    """Whether its report says that it has done all that it was to do."""
+    return report_of(run_dir).get("status") == "done"
+
+
+def report_of(run_dir: Path) -> dict[str, Any]:
+    """Its report; empty if there is none that can be read."""
+    return _read(run_dir, REPORT)
+
+
+def _read(run_dir: Path, name: str) -> dict[str, Any]:
+    try:
+        content = json.loads((run_dir / name).read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def refuse(error_file: str | None, exit_code: int) -> None:
+    """Leave it in torchrun's log of this job that no further attempt makes sense."""
+    if error_file is not None:
+        with suppress(OSError, IndexError):
+            _refusal(error_file).write_text(str(exit_code))
+
+
+def refused(error_file: str | None) -> int | None:
+    """The exit code of an earlier attempt that refused."""
+    if error_file is None:
+        return None
+    try:
+        return int(_refusal(error_file).read_text())
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _refusal(error_file: str) -> Path:
+    """Beside the folders of the attempts, of which each has one for each rank."""
+    return Path(error_file).absolute().parents[2] / "refused"
+
+
+def _try_to_write(path: Path) -> None:
+    with tempfile.TemporaryFile(dir=path):
+        pass
+
+
+def _unusable(option: str, path: Path, error: OSError) -> ConfigError:
+    reason = error.strerror or error
+    return ConfigError(f"{option} {path} cannot be used: {reason}; give one that can be written")
+
+
+def _lock(path: Path) -> int:
+    """Without a file that could be left: on the folder itself, until this process ends."""
+    handle = os.open(path, os.O_RDONLY)
+    os.register_at_fork(after_in_child=partial(_forget, handle, os.fstat(handle)))
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise ConfigError(
+            f"another run is writing to {path}; wait for its end, or give another --run-dir"
+        ) from None
+    except OSError:
+        log.debug("%s is on a file system without locks", path)
+    return handle
+
+
+def _forget(handle: int, locked: os.stat_result) -> None:
+    """A process that this one forks shares the lock, and may live on."""
+    with suppress(OSError):
+        if os.path.samestat(os.fstat(handle), locked):
+            os.close(handle)
+
+
+def _holds(entry: Path, error_file: str | None) -> bool:
+    return error_file is not None and entry.resolve() in Path(error_file).resolve().parents

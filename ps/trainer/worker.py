@@ -1,0 +1,178 @@
+"""One order, worked on by a trainer."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ps.model.flat import FlatModel
+from ps.model.mailbox import Mailbox
+from ps.model.passes import Passes
+from ps.model.randomness import seed_process, step_seed
+from ps.protocol import Evaluate, Evaluated, Push, Result, Server, Train, Trained
+from ps.settings.errors import TrainingFailed
+from ps.trainer.loading import Loader
+from ps.workload import Workload, fetch
+
+
+class Worker(Protocol):
+    def do(self, order: Train | Evaluate) -> Result:
+        """Work on the order to the end."""
+
+
+class ServerSideWorker:
+    """--compute server: the trainer brings the batch, computes the loss and starts backward.
+
+    Backward is cut at the outputs: the trainer's part ends in their gradient, which it hands in
+    with the order, and the server's part goes on from there. Two calls make a step.
+    """
+
+    def __init__(
+        self, trainer: int, server: Server, workload: Workload, passes: Passes, loader: Loader
+    ) -> None:
+        self._trainer = trainer
+        self._server = server
+        self._workload = workload
+        self._passes = passes
+        self._loader = loader
+
+    def do(self, order: Train | Evaluate) -> Result:
+        """Blocks for several calls to the server."""
+        return self._train(order) if isinstance(order, Train) else self._evaluate(order)
+
+    def _train(self, order: Train) -> Trained:
+        self._loader.expect(order)
+        samples, loss_sum, gradient = len(order.indices), 0.0, None
+        for part, indices in enumerate(self._passes.parts(order.indices)):
+            if gradient is not None:
+                self._server.backward(self._trainer, gradient)
+            inputs, targets = self._loader.batch(order, part, indices)
+            seed_process(step_seed(self._passes.seed, order.epoch, order.batch, part))
+            outputs = self._server.forward(self._trainer, order.epoch, order.batch, inputs)
+            loss = self._workload.loss(outputs.requires_grad_(), targets)
+            _backward(loss, len(indices), samples)
+            loss_sum += loss.item() * len(indices)
+            gradient = outputs.grad
+            if gradient is None:
+                raise TrainingFailed("the loss does not depend on the outputs of the model")
+        assert gradient is not None
+        return Trained(order.epoch, order.batch, samples, loss_sum / samples, gradient)
+
+    def _evaluate(self, order: Evaluate) -> Evaluated:
+        inputs, targets = fetch(self._workload.test, range(order.start, order.stop))
+        return _evaluated(
+            order, self._workload, self._server.evaluate(self._trainer, inputs), targets
+        )
+
+
+class TrainerSideWorker:
+    """--compute trainer: forward and backward on this trainer's copy of the model.
+
+    The model's weights are views of mailbox.weights. Each gradient goes into mailbox.gradients
+    as soon as autograd has it, so that it is not there twice.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        model: nn.Module,
+        flat: FlatModel,
+        mailbox: Mailbox,
+        passes: Passes,
+        loader: Loader,
+        *,
+        by_message: bool,
+    ) -> None:
+        """flat is the model's, and moved to mailbox.weights.
+
+        by_message: the server does not see the mailbox; tensors travel in the messages.
+        """
+        self._workload = workload
+        self._model = model
+        self._mailbox = mailbox
+        self._passes = passes
+        self._loader = loader
+        self._by_message = by_message
+        self._flat = flat
+        self._used: set[int] = set()
+        gradients = flat.trained.views(mailbox.gradients)
+        for place, parameter in enumerate(flat.parameters):
+            keep = _Keeper(place, gradients[place], self._used)
+            parameter.register_post_accumulate_grad_hook(keep)
+
+    def do(self, order: Train | Evaluate) -> Result:
+        """Calls nobody."""
+        assert order.weights is not None
+        if order.weights.values is not None:
+            self._mailbox.weights[: len(order.weights.values)].copy_(order.weights.values)
+        return self._train(order) if isinstance(order, Train) else self._evaluate(order)
+
+    def _train(self, order: Train) -> Trained:
+        self._loader.expect(order)
+        samples, loss_sum = len(order.indices), 0.0
+        self._used.clear()
+        for part, indices in enumerate(self._passes.parts(order.indices)):
+            inputs, targets = self._loader.batch(order, part, indices)
+            seed_process(step_seed(self._passes.seed, order.epoch, order.batch, part))
+            outputs = self._passes.run(self._model, inputs)
+            loss = self._workload.loss(outputs, targets)
+            _backward(loss, len(indices), samples)
+            loss_sum += loss.item() * len(indices)
+        return Trained(order.epoch, order.batch, samples, loss_sum / samples, self._push(order))
+
+    def _push(self, order: Train) -> Push:
+        assert order.weights is not None
+        self._flat.gather_buffers()
+        count = len(self._flat.parameters)
+        unused: tuple[int, ...] = ()
+        if len(self._used) < count:
+            unused = tuple(place for place in range(count) if place not in self._used)
+        if not self._by_message:
+            return Push(order.weights.version, unused)
+        buffers = self._mailbox.weights[self._flat.buffers.start : self._flat.buffers.stop]
+        return Push(order.weights.version, unused, self._mailbox.gradients, buffers)
+
+    def _evaluate(self, order: Evaluate) -> Evaluated:
+        inputs, targets = fetch(self._workload.test, range(order.start, order.stop))
+        self._model.eval()
+        with torch.inference_mode():
+            outputs = self._passes.run(self._model, inputs)
+        self._model.train()
+        return _evaluated(order, self._workload, outputs, targets)
+
+
+class _Keeper:
+    """Takes a parameter's gradient over into its place, and adds those of further parts."""
+
+    def __init__(self, place: int, view: Tensor, used: set[int]) -> None:
+        self._place = place
+        self._view = view
+        self._used = used
+
+    def __call__(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        if parameter.grad.is_sparse:
+            raise TrainingFailed(
+                "a gradient is sparse, and --compute trainer takes dense ones alone"
+            )
+        if self._place in self._used:
+            self._view.add_(parameter.grad)
+        else:
+            self._view.copy_(parameter.grad)
+            self._used.add(self._place)
+        parameter.grad = None
+
+
+def _backward(loss: Tensor, part: int, samples: int) -> None:
+    """Backward from the part's share of the mean over all samples of the order."""
+    (loss if part == samples else loss * (part / samples)).backward()
+
+
+def _evaluated(order: Evaluate, workload: Workload, outputs: Tensor, targets: Tensor) -> Evaluated:
+    """What the slice gave."""
+    samples = order.stop - order.start
+    loss_sum = workload.loss(outputs, targets).item() * samples
+    correct = int(workload.correct(outputs, targets))
+    return Evaluated(order.epoch, order.slice, samples, loss_sum, correct)
