@@ -1,26 +1,18 @@
-"""What server and trainer say to each other: the calls, and the plain values in them."""
+"""What server and trainer say to each other: the calls, and the plain values in them.
+
+The two meet here alone. A trainer that computes shares a mailbox with the server (see
+ps.model.mailbox), in which weights and gradients lie; how its content gets from one side to the
+other is the link's affair, and no message says so.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 from torch.futures import Future
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Weights:
-    """The newest weights when an order is handed out.
-
-    values are for a trainer that computes itself, and None where the server has written them into
-    its mailbox.
-    """
-
-    version: int
-    values: Tensor | None = None
-    """uint8 on the CPU, of a flat.FlatModel's layout or the first part of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +22,6 @@ class Train:
     epoch: int
     batch: int
     indices: Sequence[int]
-    ahead: Sequence[Train] = field(default=(), compare=False)
-    """What the trainer gets next, if nobody else is faster."""
-    weights: Weights | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +32,29 @@ class Evaluate:
     slice: int
     start: int
     stop: int
-    weights: Weights | None = field(default=None, compare=False)
+
+
+Order = Train | Evaluate
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The newest weights when an order is assigned."""
+
+    version: int
+    fresh_bytes: int = 0
+    """How much of the mailbox's weights was written for this order, from the start: 0 where the
+    trainer has that version already, or has no model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """An order, and what the trainer needs for it."""
+
+    order: Order
+    weights: Weights
+    prefetch: Sequence[Train] = ()
+    """What the trainer gets next, if nobody else is faster: their data can be loaded ahead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,24 +67,17 @@ class Finished:
     """There will be nothing more to do: leave."""
 
 
-Order = Train | Evaluate | Wait | Finished
+Reply = Assignment | Wait | Finished
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class Push:
-    """The gradients of a trainer that computes itself.
-
-    gradients and buffers are None where they lie in the trainer's mailbox.
-    """
+    """The gradients of a trainer that computes, which lie in its mailbox."""
 
     version: int
     """Of the weights they were computed on."""
     unused: tuple[int, ...] = ()
     """Places of the parameters that got no gradient in this step."""
-    gradients: Tensor | None = None
-    """uint8 on the CPU, of the layout FlatModel.trained."""
-    buffers: Tensor | None = None
-    """uint8 on the CPU, of the layout FlatModel.buffers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,9 +88,10 @@ class Trained:
     batch: int
     samples: int
     loss: float
+    """The mean over the samples."""
     gradient: Tensor | Push
     """All gradients; or, where the server computes, that of the loss by the outputs of the last
-    forward: of their shape, on the CPU."""
+    forward: float32 on the CPU, of their shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,18 +125,25 @@ class Calls(Protocol):
     def forward(self, trainer: int, epoch: int, batch: int, inputs: Tensor) -> Tensor:
         """Run the model in training mode, on its newest weights if none is waiting for backward.
 
-        The outputs are float32 on the CPU and carry no graph: that stays on the server until the
-        gradient by these outputs comes, in backward() or in the Trained of the order.
+        inputs are a batch on the CPU, the first dimension is the sample. The outputs are float32
+        on the CPU and carry no graph: that stays on the server until the gradient by these outputs
+        comes, in backward() or in the Trained of the order.
         """
 
     def backward(self, trainer: int, output_gradient: Tensor) -> None:
-        """Go on with backward from the outputs of the last forward; more of the order follows."""
+        """Go on with backward from the outputs of the last forward; more of the order follows.
+
+        output_gradient is float32 on the CPU, of the shape of these outputs.
+        """
 
     def evaluate(self, trainer: int, inputs: Tensor) -> Tensor:
-        """Run the model in eval mode on the weights that the epoch ended with."""
+        """Run the model in eval mode on the weights that the epoch ended with.
+
+        inputs and outputs are as those of forward().
+        """
 
     def leave(self, trainer: int) -> None:
-        """Say goodbye; an order that was handed out goes back to the list."""
+        """Say goodbye; an order that the trainer holds goes back to the list."""
 
     def fail(self, trainer: int, cause: str, exit_code: int) -> None:
         """Report that this trainer ends with an error. The job ends."""
@@ -140,18 +152,15 @@ class Calls(Protocol):
 class Service(Calls, Protocol):
     """The server's side: answers from any number of threads, and no call waits for another."""
 
-    def next_order(self, trainer: int, result: Result | None) -> Future[Order]:
+    def next_order(self, trainer: int, result: Result | None) -> Future[Reply]:
         """Take the finished order in (None at first); the future gives the next one."""
 
-    def lost(self, trainer: int, how: str) -> None:
-        """A trainer is gone. Does nothing if it has left, or has told why."""
-
-    def broke(self, cause: str, exit_code: int) -> None:
+    def internal_error(self, cause: str, exit_code: int) -> None:
         """The server's own code raised while it answered. The job ends."""
 
 
 class Server(Calls, Protocol):
     """The trainer's side: every call blocks, and may raise PeerLost."""
 
-    def next_order(self, trainer: int, result: Result | None) -> Order:
+    def next_order(self, trainer: int, result: Result | None) -> Reply:
         """Hand in the finished order (None at first), get the next. Waits for one."""

@@ -9,10 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ps.model.flat import FlatModel
-from ps.model.mailbox import Mailbox, private_mailbox
-from ps.protocol import Order, Result, Service
-from ps.server.compute import Compute, OnTrainers
+from ps.protocol import Reply, Result, Service
 from ps.settings.errors import PsError
 
 
@@ -34,7 +31,7 @@ def answer(service: Service, method: str, *args: Any) -> Any:
         return getattr(service, method)(*args)
     except (Exception, SystemExit) as error:
         text = f"{type(error).__name__}: {error}"
-        service.broke(text, error.exit_code if isinstance(error, PsError) else 1)
+        service.internal_error(text, error.exit_code if isinstance(error, PsError) else 1)
         return _Raised(text, traceback.format_exc())
 
 
@@ -59,9 +56,9 @@ class RemoteCalls(ABC):
     def join(self, trainer: int, layout: str | None) -> None:
         self._call("join", trainer, layout)
 
-    def next_order(self, trainer: int, result: Result | None) -> Order:
-        order: Order = self._call("next_order", trainer, result)
-        return order
+    def next_order(self, trainer: int, result: Result | None) -> Reply:
+        reply: Reply = self._call("next_order", trainer, result)
+        return reply
 
     def forward(self, trainer: int, epoch: int, batch: int, inputs: Tensor) -> Tensor:
         outputs: Tensor = self._call("forward", trainer, epoch, batch, inputs)
@@ -79,33 +76,3 @@ class RemoteCalls(ABC):
 
     def fail(self, trainer: int, cause: str, exit_code: int) -> None:
         self._call("fail", trainer, cause, exit_code)
-
-
-class InProcessLink:
-    """The server object itself, for the one process of world size 1 and for tests."""
-
-    by_message = False
-
-    def __init__(self, server: Service, compute: Compute, trainer: int) -> None:
-        self._server = server
-        self._compute = compute
-        self._trainer = trainer
-        self.join = server.join
-        self.evaluate = server.evaluate
-        self.forward = server.forward
-        self.backward = server.backward
-        self.leave = server.leave
-        self.fail = server.fail
-
-    def open_mailbox(self, flat: FlatModel) -> Mailbox:
-        assert isinstance(self._compute, OnTrainers)
-        mailbox = private_mailbox(flat)
-        self._compute.attach(self._trainer, mailbox)
-        return mailbox
-
-    def close(self) -> None:
-        pass
-
-    def next_order(self, trainer: int, result: Result | None) -> Order:
-        order: Order = self._server.next_order(trainer, result).wait()
-        return order

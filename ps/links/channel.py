@@ -29,7 +29,7 @@ from ps.settings.errors import LaunchError
 KEY_BYTES = 32
 
 
-def works_here() -> bool:
+def is_supported() -> bool:
     return sys.platform == "linux"
 
 
@@ -57,6 +57,23 @@ class Channel:
 
     def send(self, message: Any) -> None:
         self._connection.send_bytes(encode(message))
+
+    def send_what_fits(self, message: Any) -> memoryview:
+        """Does not block. Gives what did not fit, which send_bytes() then sends."""
+        content = encode(message)
+        framed = memoryview(_frame(len(content)) + content)
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as same:
+            while framed:
+                try:
+                    framed = framed[same.send(framed, socket.MSG_DONTWAIT) :]
+                except BlockingIOError:
+                    break
+        return framed
+
+    def send_bytes(self, content: memoryview) -> None:
+        """As they are: what send_what_fits() gave."""
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as same:
+            same.sendall(content)
 
     def receive(self) -> Any:
         return decode(self._connection.recv_bytes())
@@ -121,7 +138,14 @@ class Listener:
             connection.close()
 
 
-def dial(address: Address, timeout_s: float) -> Channel:
+def _frame(num_bytes: int) -> bytes:
+    """What a multiprocessing Connection sends before a message of so many bytes."""
+    if num_bytes <= 0x7FFFFFFF:
+        return struct.pack("!i", num_bytes)
+    return struct.pack("!iQ", -1, num_bytes)
+
+
+def connect(address: Address, timeout_s: float) -> Channel:
     """Call. What is sent or received later raises BlockingIOError after timeout_s, see limit().
 
     Raises:

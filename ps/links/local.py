@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from ps.host.resources import available_memory_bytes
 from ps.links.calls import RemoteCalls, answer, value
-from ps.links.channel import Address, Channel, Listener, dial, works_here
+from ps.links.channel import Address, Channel, Listener, connect, is_supported
 from ps.links.memory import Memory
 from ps.model.flat import FlatModel
 from ps.model.mailbox import Mailbox
@@ -19,9 +20,9 @@ from ps.protocol import Service
 from ps.settings.errors import PeerLost
 
 
-def why_not(num_mailboxes: int, mailbox_bytes: int) -> str | None:
+def unavailable_reason(num_mailboxes: int, mailbox_bytes: int) -> str | None:
     """What keeps this link from working here, or None."""
-    if not works_here():
+    if not is_supported():
         return "it needs Linux"
     needed, available = num_mailboxes * mailbox_bytes, available_memory_bytes()
     if needed > available:
@@ -52,17 +53,23 @@ class SharedMailbox:
 class LocalServer:
     """The server's end (see choice.ServerEnd): a channel and a thread for each trainer."""
 
+    name: str | None = "local"
+
     def __init__(self, service: Service, mailboxes: Mapping[int, SharedMailbox]) -> None:
         """mailboxes are by trainer, and empty where the trainers do not compute."""
         self._service = service
         self._mailboxes = mailboxes
         self._listener = Listener(self._serve)
+        self._on_disconnect: Callable[[int, str], None] = lambda trainer, how: None
 
     @property
     def invitation(self) -> Mapping[str, str]:
         return {"link": "local", **asdict(self._listener.address)}
 
-    def open(self, rendezvous: object = None, config: object = None) -> None:
+    def open(
+        self, rendezvous: object, config: object, on_disconnect: Callable[[int, str], None]
+    ) -> None:
+        self._on_disconnect = on_disconnect
         self._listener.open()
 
     def close(self) -> None:
@@ -79,7 +86,7 @@ class LocalServer:
                 else:
                     self._answer(channel, method, args)
         except (OSError, EOFError):
-            self._service.lost(trainer, "its connection closed")
+            self._on_disconnect(trainer, "its connection closed")
 
     def _answer(self, channel: Channel, method: str, args: Sequence[Any]) -> None:
         answered = answer(self._service, method, *args)
@@ -89,21 +96,27 @@ class LocalServer:
             channel.send(answered.value())
         else:
             # Whoever completes it sends it: this thread goes on to see if the trainer is lost.
-            answered.add_done_callback(lambda future: _send_if_there(channel, future.value()))
+            answered.add_done_callback(lambda future: _send_apart(channel, future.value()))
 
 
 _OPEN_MAILBOX = "open mailbox"  # the one call that is the link's own
 
 
-def _send_if_there(channel: Channel, message: Any) -> None:
+def _send_apart(channel: Channel, message: Any) -> None:
+    """Never waits: the caller serves another trainer, which this one must not delay."""
+
+    def send_rest() -> None:
+        with suppress(OSError):
+            channel.send_bytes(rest)
+
     with suppress(OSError):  # the thread that reads from this trainer sees the same
-        channel.send(message)
+        rest = channel.send_what_fits(message)
+        if rest:
+            threading.Thread(target=send_rest, name="channel-rest", daemon=True).start()
 
 
 class LocalLink(RemoteCalls):
     """The server, called over the channel (see choice.Link)."""
-
-    by_message = False
 
     def __init__(
         self,
@@ -118,7 +131,7 @@ class LocalLink(RemoteCalls):
             LaunchError: that is not possible.
         """
         self._timeout_s = rpc_timeout_s
-        self._channel = dial(address, start_timeout_s)
+        self._channel = connect(address, start_timeout_s)
         self._channel.send(trainer)
         self._channel.limit(rpc_timeout_s)
 

@@ -6,11 +6,12 @@ RPC runs any pickle it is sent, from anybody who reaches its port, so it listens
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist  # noqa: TID251
+from torch import Tensor
 from torch.futures import Future
 
 from ps.host.timeouts import within
@@ -18,7 +19,8 @@ from ps.links.calls import RemoteCalls, answer, value
 from ps.links.rendezvous import Rendezvous
 from ps.model.flat import FlatModel
 from ps.model.mailbox import Mailbox, private_mailbox
-from ps.protocol import Service
+from ps.protocol import Assignment, Push, Reply, Result, Service, Trained
+from ps.server.compute import TrainerCompute
 from ps.settings.config import WEEK_S, Config
 from ps.settings.errors import LaunchError, PeerLost, first_line
 from ps.settings.log import log
@@ -110,28 +112,64 @@ def _num_threads(topology: Topology) -> int:
 
 
 class RpcServer:
-    """The server's end (see choice.ServerEnd)."""
+    """The server's end (see choice.ServerEnd). Tensors travel in the messages.
 
+    The server's side of each mailbox is in this process: what a trainer sends is laid into it
+    before its call, and what was written for it goes out with the reply.
+    """
+
+    name: str | None = "rpc"
     invitation: Mapping[str, str] = {"link": "rpc"}
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, compute: TrainerCompute | None = None) -> None:
+        """compute has a mailbox attached for each trainer; None where the server computes."""
         self._service = service
+        self._compute = compute
         self._group: RpcGroup | None = None
 
-    def open(self, rendezvous: Rendezvous, config: Config) -> None:
-        serve(self._service)
+    def open(
+        self, rendezvous: Rendezvous, config: Config, on_disconnect: Callable[[int, str], None]
+    ) -> None:
+        serve(self)
         self._group = RpcGroup(rendezvous, config)
 
     def close(self) -> None:
         if self._group is not None:
             self._group.close()
 
+    def answer(self, method: str, *args: Any) -> Any:
+        """See calls.answer()."""
+        return answer(self._service, method, *args)
+
+    def next_order(
+        self, trainer: int, result: Result | None, sent: Sent | None
+    ) -> Future[tuple[Any, Tensor | None]]:
+        """The reply or the error, and the weights that are new to the trainer."""
+        if sent is not None and self._compute is not None:
+            self._compute.receive(trainer, *sent)
+        answered = self.answer("next_order", trainer, result)
+        if not isinstance(answered, torch.futures.Future):
+            failed: Future[tuple[Any, Tensor | None]] = Future()
+            failed.set_result((answered, None))
+            return failed
+        return answered.then(lambda future: self._with_weights(trainer, future.value()))
+
+    def _with_weights(self, trainer: int, reply: Reply) -> tuple[Reply, Tensor | None]:
+        if self._compute is None or not isinstance(reply, Assignment):
+            return reply, None
+        num_bytes = reply.weights.fresh_bytes
+        return reply, self._compute.fresh_weights(trainer, num_bytes) if num_bytes else None
+
+
+Sent = tuple[Tensor, Tensor]
+"""What a trainer that computes sends with a result: its gradients, uint8 [FlatModel.trained.stop],
+and its buffers, uint8 of the layout FlatModel.buffers."""
 
 # RPC finds the server by this one name; nothing else may use it.
-_served: Service | None = None
+_served: RpcServer | None = None
 
 
-def serve(server: Service) -> None:
+def serve(server: RpcServer) -> None:
     """Let the trainers' calls reach this object. Before RpcGroup, so that none is too early."""
     global _served
     _served = server
@@ -139,44 +177,59 @@ def serve(server: Service) -> None:
 
 def _answer(method: str, *args: Any) -> Any:
     assert _served is not None, "nothing is served in this process"
-    return answer(_served, method, *args)
+    return _served.answer(method, *args)
 
 
-def _answer_later(method: str, *args: Any) -> Future[Any]:
-    answered = _answer(method, *args)
-    if isinstance(answered, torch.futures.Future):
-        return answered
-    failed: Future[Any] = Future()
-    failed.set_result(answered)
-    return failed
+def _next_order(
+    trainer: int, result: Result | None, sent: Sent | None
+) -> Future[tuple[Any, Tensor | None]]:
+    assert _served is not None, "nothing is served in this process"
+    return _served.next_order(trainer, result, sent)
 
 
 if rpc is not None and rpc.is_available():
-    _answer_later = rpc.functions.async_execution(_answer_later)
+    _next_order = rpc.functions.async_execution(_next_order)
 
 
 class RpcLink(RemoteCalls):
-    """The server, called over RPC (see protocol.Server)."""
-
-    by_message = True
+    """The server, called over RPC (see choice.Link)."""
 
     def __init__(self, rendezvous: Rendezvous, config: Config) -> None:
         check_rpc()
         self._group = RpcGroup(rendezvous, config)
+        self._flat: FlatModel | None = None
+        self._mailbox: Mailbox | None = None
 
     def open_mailbox(self, flat: FlatModel) -> Mailbox:
-        return private_mailbox(flat)
+        """The trainer's side of it: the server has its own."""
+        self._flat, self._mailbox = flat, private_mailbox(flat)
+        return self._mailbox
 
     def close(self) -> None:
         self._group.close()
 
+    def next_order(self, trainer: int, result: Result | None) -> Reply:
+        is_push = isinstance(result, Trained) and isinstance(result.gradient, Push)
+        sent = self._content() if is_push else None
+        answered, fresh = self._remote("next_order", _next_order, trainer, result, sent)
+        reply: Reply = value("next_order", answered)
+        if fresh is not None and self._mailbox is not None:
+            self._mailbox.weights[: len(fresh)].copy_(fresh)
+        return reply
+
+    def _content(self) -> Sent:
+        assert self._flat is not None and self._mailbox is not None
+        buffers = self._flat.buffers
+        return self._mailbox.gradients, self._mailbox.weights[buffers.start : buffers.stop]
+
     def _call(self, method: str, *args: Any) -> Any:
-        function = _answer_later if method == "next_order" else _answer
+        return value(method, self._remote(method, _answer, method, *args))
+
+    def _remote(self, method: str, function: Callable[..., Any], *args: Any) -> Any:
         try:
-            answered = rpc.rpc_sync(_name(SERVER_RANK), function, args=(method, *args))
+            return rpc.rpc_sync(_name(SERVER_RANK), function, args=args)
         except RuntimeError as error:
             if "RPC ran for more than" in str(error):
                 limit = f"{rpc.get_rpc_timeout():.0f} s (--rpc-timeout)"
                 raise PeerLost(f"{method} got no answer from the server in {limit}") from None
             raise PeerLost(f"lost the server during {method}: {first_line(error)}") from None
-        return value(method, answered)

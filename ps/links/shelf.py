@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from ps.links.channel import Address, Channel, Listener, dial
+from ps.links.channel import Address, Channel, Listener, connect
 from ps.links.memory import Memory
 from ps.model.flat import Layout
 from ps.settings.errors import PeerLost
@@ -57,7 +57,7 @@ def take_from(address: Address, timeout_s: float) -> None:
     """
 
     def take(name: str, make: Make) -> Sequence[Tensor]:
-        channel = dial(address, timeout_s)
+        channel = connect(address, timeout_s)
         try:
             channel.send(name)
             layout: Layout | None = channel.receive()

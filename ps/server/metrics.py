@@ -77,8 +77,11 @@ class _Trainer:
     orders: int = 0
     samples: int = 0
     busy_s: float = 0.0
-    """From handing out to handing in, over all its orders."""
+    """From dispatch to return, over all orders that became part of an update."""
     busy_since: float | None = None
+    """When the order was dispatched that it holds."""
+    last_busy_s: float = 0.0
+    """Of the order that it returned last."""
     staleness: Counter[int] = field(default_factory=Counter)
     """How many of its gradients had which staleness."""
 
@@ -135,18 +138,18 @@ class Metrics:
         self._printed_at = float("-inf")
         self._since = _Since()
 
-    def handed_out(self, trainer: int, now: float) -> None:
-        """A training order went out."""
+    def dispatched(self, trainer: int, now: float) -> None:
+        """A training order was given to the trainer."""
         self._trainers[trainer].busy_since = now
         if self._orders_out == 0:
             self._busy_since = now
         self._orders_out += 1
 
-    def handed_in(self, trainer: int, now: float) -> None:
-        """A training order is no longer out: it was handed in, or its trainer left."""
+    def returned(self, trainer: int, now: float) -> None:
+        """A training order is no longer out: it was returned, or its trainer left."""
         record = self._trainers[trainer]
         assert record.busy_since is not None
-        record.busy_s += now - record.busy_since
+        record.last_busy_s = now - record.busy_since
         record.busy_since = None
         self._orders_out -= 1
         if self._orders_out == 0:
@@ -161,6 +164,7 @@ class Metrics:
         self.samples_trained += result.samples
         record = self._trainers[trainer]
         record.orders += 1
+        record.busy_s += record.last_busy_s
         record.samples += result.samples
         record.staleness[staleness] += 1
         loss_sum = result.loss * result.samples

@@ -50,6 +50,11 @@ class TrainingFailed(PsError):
 
     exit_code = 8
 
+    def __init__(self, text: str, rank: int = 0) -> None:
+        """rank is who holds the cause."""
+        super().__init__(text)
+        self.rank = rank
+
 
 class Orphaned(PsError):
     """torchrun, the parent of all ranks, is gone."""

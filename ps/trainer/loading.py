@@ -44,7 +44,7 @@ class Loader:
             )
             self._pool.submit(os.getpid).result()  # forks all now, while there are few threads
 
-    def expect(self, order: Train) -> None:
+    def expect(self, order: Train, following: Sequence[Train] = ()) -> None:
         """Load ahead what follows this order, and nothing else any more but the order itself."""
         if self._pool is None:
             return
@@ -52,7 +52,7 @@ class Loader:
         for key, _ in self._keys(order):
             if key in known:
                 self._ahead[key] = known.pop(key)
-        for key, indices in (item for following in order.ahead for item in self._keys(following)):
+        for key, indices in (item for later in following for item in self._keys(later)):
             loading = known.pop(key) if key in known else self._pool.submit(_load, key, indices)
             self._ahead[key] = loading
         for unexpected in known.values():

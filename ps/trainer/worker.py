@@ -1,4 +1,7 @@
-"""One order, worked on by a trainer."""
+"""One order, worked on by a trainer: where the server computes, and where the trainer does.
+
+The server's halves are in ps.server.compute, under the same names.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +14,18 @@ from ps.model.flat import FlatModel
 from ps.model.mailbox import Mailbox
 from ps.model.passes import Passes
 from ps.model.randomness import seed_process, step_seed
-from ps.protocol import Evaluate, Evaluated, Push, Result, Server, Train, Trained
+from ps.protocol import Assignment, Evaluate, Evaluated, Push, Result, Server, Train, Trained
 from ps.settings.errors import TrainingFailed
 from ps.trainer.loading import Loader
 from ps.workload import Workload, fetch
 
 
 class Worker(Protocol):
-    def do(self, order: Train | Evaluate) -> Result:
-        """Work on the order to the end."""
+    def do(self, assignment: Assignment) -> Result:
+        """Work on the order to the end. Blocks."""
 
 
-class ServerSideWorker:
+class ServerComputeWorker:
     """--compute server: the trainer brings the batch, computes the loss and starts backward.
 
     Backward is cut at the outputs: the trainer's part ends in their gradient, which it hands in
@@ -38,18 +41,21 @@ class ServerSideWorker:
         self._passes = passes
         self._loader = loader
 
-    def do(self, order: Train | Evaluate) -> Result:
+    def do(self, assignment: Assignment) -> Result:
         """Blocks for several calls to the server."""
-        return self._train(order) if isinstance(order, Train) else self._evaluate(order)
+        order = assignment.order
+        if isinstance(order, Evaluate):
+            return self._evaluate(order)
+        self._loader.expect(order, assignment.prefetch)
+        return self._train(order)
 
     def _train(self, order: Train) -> Trained:
-        self._loader.expect(order)
         samples, loss_sum, gradient = len(order.indices), 0.0, None
-        for part, indices in enumerate(self._passes.parts(order.indices)):
+        for micro_batch, indices in enumerate(self._passes.parts(order.indices)):
             if gradient is not None:
                 self._server.backward(self._trainer, gradient)
-            inputs, targets = self._loader.batch(order, part, indices)
-            seed_process(step_seed(self._passes.seed, order.epoch, order.batch, part))
+            inputs, targets = self._loader.batch(order, micro_batch, indices)
+            seed_process(step_seed(self._passes.seed, order.epoch, order.batch, micro_batch))
             outputs = self._server.forward(self._trainer, order.epoch, order.batch, inputs)
             loss = self._workload.loss(outputs.requires_grad_(), targets)
             _backward(loss, len(indices), samples)
@@ -67,7 +73,7 @@ class ServerSideWorker:
         )
 
 
-class TrainerSideWorker:
+class TrainerComputeWorker:
     """--compute trainer: forward and backward on this trainer's copy of the model.
 
     The model's weights are views of mailbox.weights. Each gradient goes into mailbox.gradients
@@ -82,57 +88,45 @@ class TrainerSideWorker:
         mailbox: Mailbox,
         passes: Passes,
         loader: Loader,
-        *,
-        by_message: bool,
     ) -> None:
-        """flat is the model's, and moved to mailbox.weights.
-
-        by_message: the server does not see the mailbox; tensors travel in the messages.
-        """
+        """flat is the model's, and moved to mailbox.weights."""
         self._workload = workload
         self._model = model
-        self._mailbox = mailbox
         self._passes = passes
         self._loader = loader
-        self._by_message = by_message
         self._flat = flat
         self._used: set[int] = set()
         gradients = flat.trained.views(mailbox.gradients)
         for place, parameter in enumerate(flat.parameters):
-            keep = _Keeper(place, gradients[place], self._used)
-            parameter.register_post_accumulate_grad_hook(keep)
+            hook = _GradientHook(place, gradients[place], self._used)
+            parameter.register_post_accumulate_grad_hook(hook)
 
-    def do(self, order: Train | Evaluate) -> Result:
-        """Calls nobody."""
-        assert order.weights is not None
-        if order.weights.values is not None:
-            self._mailbox.weights[: len(order.weights.values)].copy_(order.weights.values)
-        return self._train(order) if isinstance(order, Train) else self._evaluate(order)
+    def do(self, assignment: Assignment) -> Result:
+        """Calls nobody: the weights of the assignment are in the mailbox."""
+        order = assignment.order
+        if isinstance(order, Evaluate):
+            return self._evaluate(order)
+        self._loader.expect(order, assignment.prefetch)
+        return self._train(order, assignment.weights.version)
 
-    def _train(self, order: Train) -> Trained:
-        self._loader.expect(order)
+    def _train(self, order: Train, version: int) -> Trained:
         samples, loss_sum = len(order.indices), 0.0
         self._used.clear()
-        for part, indices in enumerate(self._passes.parts(order.indices)):
-            inputs, targets = self._loader.batch(order, part, indices)
-            seed_process(step_seed(self._passes.seed, order.epoch, order.batch, part))
+        for micro_batch, indices in enumerate(self._passes.parts(order.indices)):
+            inputs, targets = self._loader.batch(order, micro_batch, indices)
+            seed_process(step_seed(self._passes.seed, order.epoch, order.batch, micro_batch))
             outputs = self._passes.run(self._model, inputs)
             loss = self._workload.loss(outputs, targets)
             _backward(loss, len(indices), samples)
             loss_sum += loss.item() * len(indices)
-        return Trained(order.epoch, order.batch, samples, loss_sum / samples, self._push(order))
+        return Trained(order.epoch, order.batch, samples, loss_sum / samples, self._push(version))
 
-    def _push(self, order: Train) -> Push:
-        assert order.weights is not None
+    def _push(self, version: int) -> Push:
         self._flat.gather_buffers()
         count = len(self._flat.parameters)
-        unused: tuple[int, ...] = ()
-        if len(self._used) < count:
-            unused = tuple(place for place in range(count) if place not in self._used)
-        if not self._by_message:
-            return Push(order.weights.version, unused)
-        buffers = self._mailbox.weights[self._flat.buffers.start : self._flat.buffers.stop]
-        return Push(order.weights.version, unused, self._mailbox.gradients, buffers)
+        if len(self._used) == count:
+            return Push(version)
+        return Push(version, tuple(place for place in range(count) if place not in self._used))
 
     def _evaluate(self, order: Evaluate) -> Evaluated:
         inputs, targets = fetch(self._workload.test, range(order.start, order.stop))
@@ -143,8 +137,9 @@ class TrainerSideWorker:
         return _evaluated(order, self._workload, outputs, targets)
 
 
-class _Keeper:
-    """Takes a parameter's gradient over into its place, and adds those of further parts."""
+class _GradientHook:
+    """Moves a parameter's gradient to its place in the mailbox; those of further micro-batches are
+    added there."""
 
     def __init__(self, place: int, view: Tensor, used: set[int]) -> None:
         self._place = place
@@ -155,7 +150,8 @@ class _Keeper:
         assert parameter.grad is not None
         if parameter.grad.is_sparse:
             raise TrainingFailed(
-                "a gradient is sparse, and --compute trainer takes dense ones alone"
+                "a gradient is sparse, and --compute trainer takes dense ones alone; type "
+                "--compute server"
             )
         if self._place in self._used:
             self._view.add_(parameter.grad)
@@ -165,9 +161,10 @@ class _Keeper:
         parameter.grad = None
 
 
-def _backward(loss: Tensor, part: int, samples: int) -> None:
-    """Backward from the part's share of the mean over all samples of the order."""
-    (loss if part == samples else loss * (part / samples)).backward()
+def _backward(loss: Tensor, micro_batch_size: int, samples: int) -> None:
+    """Backward from the micro-batch's share of the mean over all samples of the order."""
+    share = micro_batch_size / samples
+    (loss if share == 1 else loss * share).backward()
 
 
 def _evaluated(order: Evaluate, workload: Workload, outputs: Tensor, targets: Tensor) -> Evaluated:
