@@ -13,7 +13,6 @@ from typing import Any
 import torch.distributed as dist  # noqa: TID251
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler  # noqa: TID251
 
-from ps.host import signals
 from ps.settings.errors import LaunchError, Orphaned, first_line
 from ps.settings.log import log
 from ps.settings.topology import SERVER_RANK, Topology
@@ -21,7 +20,9 @@ from ps.settings.topology import SERVER_RANK, Topology
 REMIND_INTERVAL_S = 5.0
 ANNOUNCED_REMIND_INTERVAL_S = 15.0
 POLL_INTERVAL_S = 0.05
-END_BOUND_S = 1.0
+END_TIMEOUT_S = 1.0
+
+_ANNOUNCED, _EXTENDED = "announced", "extended"
 
 
 class Rendezvous:
@@ -30,46 +31,56 @@ class Rendezvous:
     The store of torchrun outlives a restart, so every key carries the attempt's number.
     """
 
-    def __init__(self, topology: Topology, bound_s: float) -> None:
-        """Connects. Blocks until rank 0 or torchrun serves the store.
+    def __init__(
+        self, topology: Topology, timeout_s: float, check: Callable[[], None] = lambda: None
+    ) -> None:
+        """Connects. Blocks until rank 0 or torchrun serves the store, for timeout_s at most.
+
+        check is called while anything is waited for, and may raise to break off.
 
         Raises:
-            LaunchError: nobody served it within bound_s.
+            LaunchError: nobody served it in that time.
         """
         self.topology = topology
-        self._bound_s = bound_s
+        self._check = check
         _stay_on_loopback()
         self.store = dist.PrefixStore(
-            f"attempt-{topology.restart_count}", _connect(topology, bound_s)
+            f"attempt-{topology.restart_count}", _connect(topology, timeout_s)
         )
+
+    def extend(self, timeout_s: float) -> None:
+        """Rank 0 tells that it may take so long to be ready, counted from the others' start."""
+        self.store.set(_EXTENDED, str(timeout_s))
 
     def announce(self, text: str) -> None:
         """Tell all ranks that rank 0 is ready, with a text for them."""
-        self.store.set("announced", text)
+        self.store.set(_ANNOUNCED, text)
 
-    def announced(self, bound_s: float) -> str:
-        """Wait for announce(). Rank 0 may be fetching data, so it has a bound of its own."""
-        self._wait(
-            lambda: [] if self._has("announced") else [SERVER_RANK],
-            "to be ready",
-            bound_s,
-            ANNOUNCED_REMIND_INTERVAL_S,
-        )
-        return bytes(self.store.get("announced")).decode()
+    def announced(self, timeout_s: float) -> str:
+        """Wait for announce(), for timeout_s at most, or what extend() told if that is more."""
 
-    def gather(self, card: str = "") -> None:
+        def missing() -> list[int]:
+            if self._has(_EXTENDED):
+                reminder.timeout_s = max(timeout_s, float(self.store.get(_EXTENDED)))
+            return [] if self._has(_ANNOUNCED) else [SERVER_RANK]
+
+        reminder = _Reminder(timeout_s, ANNOUNCED_REMIND_INTERVAL_S)
+        self._wait(missing, "to be ready", reminder)
+        return bytes(self.store.get(_ANNOUNCED)).decode()
+
+    def barrier(self, identity: str, timeout_s: float) -> None:
         """Arrive, which is to have everything ready, and wait until every rank has.
 
-        card is what card_of() then gives to all.
+        identity is what identity_of() then gives to all.
 
         Raises:
-            LaunchError: some did not within the bound; they are named.
+            LaunchError: some did not within timeout_s; they are named.
         """
-        self.store.set(_arrived(self.topology.rank), card)
-        self._wait(self._missing, "to arrive", self._bound_s, REMIND_INTERVAL_S)
+        self.store.set(_arrived(self.topology.rank), identity)
+        self._wait(self._missing, "to arrive", _Reminder(timeout_s, REMIND_INTERVAL_S))
 
-    def card_of(self, rank: int) -> str:
-        """What that rank brought to gather(). Once all have gathered."""
+    def identity_of(self, rank: int) -> str:
+        """What that rank brought to barrier(). Once all have passed it."""
         return bytes(self.store.get(_arrived(rank))).decode()
 
     def _missing(self) -> list[int]:
@@ -79,26 +90,23 @@ class Rendezvous:
         try:
             return bool(self.store.check([key]))
         except dist.DistError as error:
-            until = time.monotonic() + END_BOUND_S
+            until = time.monotonic() + END_TIMEOUT_S
             while time.monotonic() < until:  # its sockets close one after the other
                 require_torchrun(self.topology)
                 time.sleep(POLL_INTERVAL_S)
             raise LaunchError(f"the store is gone: {first_line(error)}") from None
 
-    def _wait(
-        self, lacking: Callable[[], list[int]], what: str, bound_s: float, remind_s: float
-    ) -> None:
+    def _wait(self, lacking: Callable[[], list[int]], what: str, reminder: _Reminder) -> None:
         """Poll: a blocking wait cannot say who is missing, and prints on every timeout."""
-        remind = _Reminder(bound_s, remind_s)
         while ranks := lacking():
-            signals.check()
+            self._check()
             who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} {what}"
-            if remind.expired:
+            if reminder.expired:
                 raise LaunchError(
-                    f"gave up waiting for {who} after {bound_s:.0f} s (--start-timeout)"
+                    f"gave up waiting for {who} after {reminder.timeout_s:.0f} s (--start-timeout)"
                 )
             if self._speaks(ranks):
-                remind.say(who)
+                reminder.say(who)
             time.sleep(POLL_INTERVAL_S)
 
     def _speaks(self, missing: Sequence[int]) -> bool:
@@ -111,21 +119,21 @@ class Rendezvous:
 class _Reminder:
     """Says every few seconds what is still waited for."""
 
-    def __init__(self, bound_s: float, interval_s: float) -> None:
+    def __init__(self, timeout_s: float, interval_s: float) -> None:
         self._start = time.monotonic()
-        self._bound_s = bound_s
+        self.timeout_s = timeout_s
         self._interval_s = interval_s
         self._said = 0
 
     @property
     def expired(self) -> bool:
-        return time.monotonic() - self._start > self._bound_s
+        return time.monotonic() - self._start > self.timeout_s
 
     def say(self, what: str) -> None:
         waited_s = time.monotonic() - self._start
         if waited_s > (self._said + 1) * self._interval_s:
             self._said += 1
-            log.info("waiting for %s, %.0f of %.0f s", what, waited_s, self._bound_s)
+            log.info("waiting for %s, %.0f of %.0f s", what, waited_s, self.timeout_s)
 
 
 def _arrived(rank: int) -> str:
@@ -139,12 +147,12 @@ def _stay_on_loopback() -> None:
         os.environ.setdefault(variable, interface)  # noqa: TID251
 
 
-def _connect(topology: Topology, bound_s: float) -> dist.Store:
+def _connect(topology: Topology, timeout_s: float) -> dist.Store:
     address = (topology.master_addr, topology.master_port)
     options: dict[str, Any] = {
         "world_size": topology.world_size,
         "wait_for_workers": False,
-        "timeout": timedelta(seconds=bound_s),
+        "timeout": timedelta(seconds=timeout_s),
     }
     try:
         if topology.is_server and not topology.agent_hosts_store:
@@ -155,7 +163,7 @@ def _connect(topology: Topology, bound_s: float) -> dist.Store:
         if topology.agent_hosts_store:
             require_torchrun(topology)
         else:
-            _wait_for_listener(address, bound_s)
+            _wait_for_listener(address, timeout_s)
         return dist.TCPStore(*address, is_master=False, **options)
     except (OSError, dist.DistNetworkError) as error:
         where = f"{address[0]}:{address[1]}"
@@ -179,12 +187,12 @@ def require_torchrun(topology: Topology) -> None:
         pass
 
 
-def _wait_for_listener(address: tuple[str, int], bound_s: float) -> None:
+def _wait_for_listener(address: tuple[str, int], timeout_s: float) -> None:
     """The store's own connect prints a C++ stack for every try that fails."""
-    remind = _Reminder(bound_s, REMIND_INTERVAL_S)
+    remind = _Reminder(timeout_s, REMIND_INTERVAL_S)
     while True:
         try:
-            socket.create_connection(address, timeout=bound_s).close()
+            socket.create_connection(address, timeout=timeout_s).close()
             return
         except OSError:
             if remind.expired:

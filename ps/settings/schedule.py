@@ -42,3 +42,25 @@ def _step(spec: str, every_text: str, factor_text: str) -> Callable[[int, int], 
             f"above 0 and at most 1, got {spec!r}"
         )
     return lambda update, total: factor ** (update // every)
+
+
+def factor_by_version(
+    spec: str, total_updates: Callable[[], int]
+) -> Callable[[int], float] | None:
+    """The factor for the update that the version counts up to; None where it is always 1.
+
+    total_updates is asked each time, as it changes when a run goes on.
+
+    Raises:
+        ConfigError: as schedule_factor().
+    """
+    if spec == "constant":
+        return None
+    factor = schedule_factor(spec)
+
+    def by_version(version: int) -> float:
+        total = total_updates()
+        # Rounds without a trainer that left make more updates than planned.
+        return factor(min(version, total), total)
+
+    return by_version
