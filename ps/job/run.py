@@ -17,10 +17,11 @@ from typing import Any, TextIO
 
 import torch
 
-from ps.host import libc, resources, signals
+from ps.host import libc, resources, stacks
 from ps.host.health import Finding
 from ps.host.looks import TrainerSide
 from ps.host.processes import Identity, Peer
+from ps.host.signals import Phase, Signals
 from ps.host.stacks import stacks_path
 from ps.host.watch import GIL_GRACE_S, HOLD_S, Watch, leave
 from ps.job import injection
@@ -48,7 +49,7 @@ ORPHAN_BOUND_S = 4.0
 SPEAK_INTERVAL_S = 0.05
 
 
-def run_server(topology: Topology, prepared: Prepared, watch: Watch) -> int:
+def run_server(topology: Topology, prepared: Prepared, watch: Watch, signals: Signals) -> int:
     """Be the server or, at world size 1, both. Blocks; returns the exit code.
 
     Raises:
@@ -58,7 +59,9 @@ def run_server(topology: Topology, prepared: Prepared, watch: Watch) -> int:
     try:
         if topology.is_alone:  # else the rendezvous sees it
             require_torchrun(topology)
-        rendezvous = None if topology.is_alone else Rendezvous(topology, config.start_timeout)
+        rendezvous = (
+            None if topology.is_alone else Rendezvous(topology, config.start_timeout, signals.check)
+        )
         shelf = Shelf() if rendezvous and channel.works_here() else None
         if shelf:
             shelf.open()
@@ -75,28 +78,28 @@ def run_server(topology: Topology, prepared: Prepared, watch: Watch) -> int:
     link = end.invitation["link"] if end else None
     ending = Ending(job, topology, prepared, link)
     job.server.after_update = _after_update(topology, config, ending.checkpointer)
-    watch.on_orphaned = lambda: _end_orphaned(ending, topology)
+    watch.when_orphaned(lambda: _end_orphaned(ending, topology))
     libc.keep_freed_memory()  # not earlier: the model's first place is given back
     try:
-        signals.raise_once()
+        signals.enter(Phase.INTERRUPT)
         ending.begin()
         _watch_stacks(watch, run_dir.path, topology.rank, config)
         _announce_plan(job, topology, config, link)
         try:
             if rendezvous is None or end is None:
-                signals.note_once()
-                _train_alone(job, topology, config, ending, watch)
+                signals.enter(Phase.NOTE)
+                _train_alone(job, topology, config, ending, watch, signals)
             else:
-                _serve(job, config, rendezvous, end, shelf, ending, watch)
+                _serve(job, config, rendezvous, end, shelf, ending, watch, signals)
         except PsError as error:
             ending.stop(Outcome("failed", error.exit_code, str(error)))
         except (Exception, SystemExit) as error:
             signals.check()  # what fails after a signal is no cause
             cause = f"{topology.role} rank {topology.rank}: {_in_one_line(error)}"
             ending.stop(Outcome("failed", _explain(error, topology), cause))
-        signals.ignore()
+        signals.enter(Phase.FINISHING)
     except Interrupted as error:
-        signals.ignore()
+        signals.enter(Phase.FINISHING)
         loss = ending.side.lost_before() if ending.side else None
         ending.stop(Outcome("interrupted", error.exit_code, str(error)), loss=loss)
     watch.close()
@@ -104,7 +107,7 @@ def run_server(topology: Topology, prepared: Prepared, watch: Watch) -> int:
     if end is not None and job.server.all_left:
         end.close()
     if outcome.rank_ends:
-        _await_stop()
+        _await_stop(signals)
     return outcome.exit_code
 
 
@@ -191,14 +194,8 @@ def _watch_server(
         stall_timeout_s=config.stall_timeout_s,
         memory_limit_bytes=config.memory_limit_bytes,
     )
-    watch.on_signal = lambda number: _end_by_signal(watch, number)
     watch.look_with(side.look, [server])
     return side
-
-
-def _end_by_signal(watch: Watch, number: int) -> None:
-    watch.look_now()  # torchrun sends one when the server has ended: then that is to be told
-    leave(128 + number)
 
 
 def _watch_stacks(watch: Watch, run_dir: Path, rank: int, config: Config) -> None:
@@ -209,25 +206,30 @@ def _watch_stacks(watch: Watch, run_dir: Path, rank: int, config: Config) -> Non
     except OSError as error:
         log.warning("stacks will be printed, if need be: %s", error.strerror)
         file = sys.stderr
-    signals.show_stacks_to(file)
+    stacks.show_on_request(file)
     if config.stall_timeout_s is not None:
         watch.guard(file, config.stall_timeout_s + GIL_GRACE_S)
 
 
 def _train_alone(
-    job: ServerParts, topology: Topology, config: Config, ending: Ending, watch: Watch
+    job: ServerParts,
+    topology: Topology,
+    config: Config,
+    ending: Ending,
+    watch: Watch,
+    signals: Signals,
 ) -> None:
     """World size 1: the one process is server and trainer."""
     me = Peer(Identity.of(os.getpid()))
     ending.watch_ranks({topology.rank: me}, watch)
-    threading.Thread(target=_end_if_stuck, args=(job.server, ending), daemon=True).start()
+    threading.Thread(target=_end_if_stuck, args=(job.server, ending, signals), daemon=True).start()
     server = InProcessLink(job.server, job.compute, topology.rank)
     make = TrainerParts(config, job.workload, Injection(config.faults, topology))
-    train(topology.rank, server, make.worker(topology.rank, server))
+    train(topology.rank, server, make.worker(topology.rank, server), check=signals.check)
     make.loader.close()
 
 
-def _end_if_stuck(server: ParameterServer, ending: Ending) -> None:
+def _end_if_stuck(server: ParameterServer, ending: Ending, signals: Signals) -> None:
     """World size 1: nothing else could end a main thread that makes no progress."""
     came_at = math.inf
     while not server.ended.wait(TICK_S):
@@ -250,6 +252,7 @@ def _serve(
     shelf: Shelf | None,
     ending: Ending,
     watch: Watch,
+    signals: Signals,
 ) -> None:
     """Until the job has ended, one way or the other."""
     announced = {
@@ -263,7 +266,7 @@ def _serve(
     world = range(rendezvous.topology.world_size)
     ending.watch_ranks({rank: _peer_of(rendezvous, rank) for rank in world}, watch)
     end.open(rendezvous, config)
-    _wait_until_ended(job.server, config.rpc_timeout_s)
+    _wait_until_ended(job.server, config.rpc_timeout_s, signals)
 
 
 def _card() -> str:
@@ -275,7 +278,9 @@ def _peer_of(rendezvous: Rendezvous, rank: int) -> Peer:
     return Peer(Identity(**json.loads(rendezvous.card_of(rank))))
 
 
-def _wait_until_ended(server: ParameterServer, rpc_timeout_s: float | None) -> None:
+def _wait_until_ended(
+    server: ParameterServer, rpc_timeout_s: float | None, signals: Signals
+) -> None:
     """After a failure the others get GOODBYE_BOUND_S to leave."""
     goodbye_since: float | None = None
     limit_s = math.inf if rpc_timeout_s is None else rpc_timeout_s
@@ -323,11 +328,11 @@ def _in_one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def _await_stop() -> None:
+def _await_stop(signals: Signals) -> None:
     """torchrun names the rank that exits first as the root cause: let that be the one."""
-    if signals.came():  # torchrun has seen it end, and waits for this rank
+    if signals.came is not None:  # torchrun has seen it end, and waits for this rank
         return
-    signals.end_at_once()
+    signals.enter(Phase.END_AT_ONCE)
     time.sleep(GOODBYE_BOUND_S)
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch.distributed as dist  # noqa: TID251
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler  # noqa: TID251
 
-from ps.host import signals
 from ps.settings.errors import LaunchError, Orphaned, first_line
 from ps.settings.log import log
 from ps.settings.topology import SERVER_RANK, Topology
@@ -30,14 +29,19 @@ class Rendezvous:
     The store of torchrun outlives a restart, so every key carries the attempt's number.
     """
 
-    def __init__(self, topology: Topology, bound_s: float) -> None:
+    def __init__(
+        self, topology: Topology, bound_s: float, check: Callable[[], None] = lambda: None
+    ) -> None:
         """Connects. Blocks until rank 0 or torchrun serves the store.
+
+        check is called while this waits, and raises to end the wait.
 
         Raises:
             LaunchError: nobody served it within bound_s.
         """
         self.topology = topology
         self._bound_s = bound_s
+        self._check = check
         _stay_on_loopback()
         self.store = dist.PrefixStore(
             f"attempt-{topology.restart_count}", _connect(topology, bound_s)
@@ -91,7 +95,7 @@ class Rendezvous:
         """Poll: a blocking wait cannot say who is missing, and prints on every timeout."""
         remind = _Reminder(bound_s, remind_s)
         while ranks := lacking():
-            signals.check()
+            self._check()
             who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} {what}"
             if remind.expired:
                 raise LaunchError(

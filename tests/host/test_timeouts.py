@@ -36,7 +36,7 @@ def test_a_call_gives_its_answer_or_its_error_from_another_thread(error: BaseExc
 
 def test_a_call_that_takes_longer_is_left_behind_in_a_daemon_thread_of_that_name() -> None:
     ended, start = threading.Event(), time.monotonic()
-    with pytest.raises(TimeoutError, match="0.05"):
+    with pytest.raises(TimeoutError, match=r"0\.05"):
         call_with_timeout(0.05, ended.wait, "slow")
     assert 0.05 <= time.monotonic() - start < 1.0
     [thread] = [thread for thread in threading.enumerate() if thread.name == "slow"]
