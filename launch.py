@@ -14,7 +14,8 @@ import time
 import traceback
 from collections.abc import MutableMapping, Sequence
 
-from ps.host import gate, resources, signals
+from ps.host import gate, resources
+from ps.host.signals import Phase, Signals
 from ps.host.watch import HOLD_S, Watch
 from ps.job import rundir
 from ps.job.preparation import prepare, ready_bound_s
@@ -28,7 +29,7 @@ RPC_THREAD = "rpc"
 
 def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
     """Parse, place, run; returns the exit code of this process."""
-    signals.end_at_once()
+    signals = Signals()
     rank = environ.get("RANK") or "0"
     log.configure("server" if rank == "0" else "trainer", rank)
     error_file = environ.get("TORCHELASTIC_ERROR_FILE")
@@ -39,18 +40,16 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
         topology = Topology.from_environ(environ, argv)
         log.configure(topology.role, topology.rank, config.log_level)
         resources.limit_spinning(environ)
-        watch = Watch()
+        watch = Watch(signals)
         if topology.is_server:
-            signals.raise_once()
-            watch.on_orphaned = signals.interrupt  # it may be fetching for minutes
+            signals.enter(Phase.INTERRUPT)
             watch.start()
             prepared = prepare(topology, config, argv)
-            signals.end_after(prepared.run_dir.discard)
-            watch.end_orphaned_after(prepared.run_dir.discard)
+            signals.enter(Phase.CLEAN_UP, prepared.run_dir.discard)
             from ps.job.run import run_server
 
-            return run_server(topology, prepared, watch)
-        watch.take_signals(signals.by_handle())
+            return run_server(topology, prepared, watch, signals)
+        signals.enter(Phase.HANDED_OVER)
         watch.start()
         gate.wait(topology, resources.usable_cores(), ready_bound_s(config))
         from ps.job.run import run_trainer

@@ -41,7 +41,7 @@ STATUS_WIDTH = len("warning")
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code."""
-    signals.end_at_once()
+    signals.restore_defaults()
     if argv[:1] == ["doctor"]:
         return _doctor(argv[1:])
     if argv[:1] in (["-h"], ["--help"]):

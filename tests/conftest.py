@@ -10,7 +10,6 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from ps.host import signals
 from ps.settings.log import log
 
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -20,11 +19,6 @@ TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [*TORCHRUN_VARIABLES, *(n for n in os.environ if n.startswith("TORCHELASTIC_"))]:
         monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture(autouse=True)
-def no_signal_of_another_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signals, "_came", None)
 
 
 @pytest.fixture(autouse=True)

@@ -131,7 +131,7 @@ def _whose_turn(rank: int, made: Progress) -> int:
 def _gone(look: Look) -> list[Finding]:
     """Those first that were not told to end."""
     gone = [(rank, r) for rank, r in look.readings.items() if not r.is_alive]
-    gone.sort(key=lambda item: item[1].was_told_to_end)
+    gone.sort(key=lambda item: item[1].was_asked_to_end)
     return [loss_of(rank, reading) for rank, reading in gone]
 
 

@@ -131,7 +131,7 @@ class ServerSide:
 
     def _may_be_no_cause(self, finding: Finding, now: Look) -> bool:
         """See explain(). Does not wait: this thread is also the one that sees torchrun's end."""
-        if not (finding.is_gone and now.readings[finding.rank].was_told_to_end):
+        if not (finding.is_gone and now.readings[finding.rank].was_asked_to_end):
             return False
         return now.at - self._told_since.setdefault(finding.rank, now.at) < END_BOUND_S
 
@@ -146,7 +146,7 @@ class ServerSide:
         peer = self._peers[trainer]
         until = time.monotonic() + END_BOUND_S
         reading = peer.read()
-        while (reading.is_alive or reading.was_told_to_end) and time.monotonic() < until:
+        while (reading.is_alive or reading.was_asked_to_end) and time.monotonic() < until:
             time.sleep(0.01)
             reading = peer.read()
         return None if reading.is_alive else health.loss_of(trainer, reading)
@@ -157,7 +157,7 @@ class ServerSide:
             return standstill
         for rank in self._server.progress():
             reading = self._peers[rank].read()
-            if not reading.is_alive and not reading.was_told_to_end:
+            if not reading.is_alive and not reading.was_asked_to_end:
                 return health.loss_of(rank, reading)
         return None
 

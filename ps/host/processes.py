@@ -21,6 +21,8 @@ from ps.settings.errors import Orphaned
 
 FROM_TORCHRUN = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """What it passes on to all ranks, as a request to end."""
+SHOW_STACKS = signal.SIGUSR1
+"""Asks a rank to write its stacks; it goes on."""
 GONE, UNKNOWN = "gone", "unknown"
 ZOMBIE = str(psutil.STATUS_ZOMBIE)
 UNINTERRUPTIBLE = str(psutil.STATUS_DISK_SLEEP)
@@ -85,7 +87,7 @@ class Reading:
         return os.WEXITSTATUS(self.status or 0) if ended else None
 
     @property
-    def was_told_to_end(self) -> bool:
+    def was_asked_to_end(self) -> bool:
         """Whether it ended for what reaches all ranks: a signal from torchrun, or its end."""
         killed = self.status is not None and os.WIFSIGNALED(self.status)
         by_signal = killed and os.WTERMSIG(self.status or 0) in FROM_TORCHRUN
@@ -159,10 +161,10 @@ class Peer:
             return Reading(self.pid, UNKNOWN)
 
     def show_stacks(self) -> None:
-        """Have it write the stacks of its threads where it was told to; it goes on."""
+        """Have it write the stacks of its threads, see stacks.show_on_request(); it goes on."""
         if self._process is not None:
             with suppress(psutil.Error):
-                self._process.send_signal(signal.SIGUSR1)
+                self._process.send_signal(SHOW_STACKS)
 
     def go_on(self) -> None:
         """If it is stopped."""

@@ -1,21 +1,44 @@
-"""A call with a bound on its time, for what keeps none itself or lets no signal through."""
+"""Limits of time: a moment by which something must be over, and a call that may hang."""
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 Answer = TypeVar("Answer")
 
 
-def within(bound_s: float, call: Callable[[], Answer], name: str) -> Answer:
-    """What the call returns or raises, in a daemon thread of that name.
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """A moment, in seconds of the monotonic clock."""
 
-    Blocks for bound_s at most. The thread of a call that takes longer stays behind.
+    at: float
+
+    @classmethod
+    def after(cls, seconds: float) -> Deadline:
+        return cls(time.monotonic() + seconds)
+
+    def left_s(self, at_most: float = math.inf) -> float:
+        """Seconds until the deadline, but no more than at_most; 0 once it is over."""
+        return max(0.0, min(at_most, self.at - time.monotonic()))
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() >= self.at
+
+
+def call_with_timeout(timeout_s: float, call: Callable[[], Answer], thread_name: str) -> Answer:
+    """Return or raise what the call does, made in a daemon thread of that name.
+
+    For calls that have no timeout of their own, or that let no signal through. Blocks for
+    timeout_s at most. The thread of a call that takes longer stays behind.
 
     Raises:
-        TimeoutError: it takes longer than bound_s.
+        TimeoutError: the call takes longer than timeout_s.
     """
     answers: list[Answer] = []
     errors: list[BaseException] = []
@@ -26,11 +49,11 @@ def within(bound_s: float, call: Callable[[], Answer], name: str) -> Answer:
         except (Exception, SystemExit) as error:
             errors.append(error)
 
-    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread = threading.Thread(target=run, name=thread_name, daemon=True)
     thread.start()
-    thread.join(bound_s)
+    thread.join(timeout_s)
     if errors:
         raise errors[0]
     if not answers:
-        raise TimeoutError(f"no answer within {bound_s:g} s")
+        raise TimeoutError(f"no answer within {timeout_s:g} s")
     return answers[0]

@@ -1,72 +1,82 @@
-"""The thread in each rank that watches the others: it looks, and says what it found."""
+"""The thread in each rank that watches: the other ranks, torchrun, and signals handed over."""
 
 from __future__ import annotations
 
-import faulthandler  # noqa: TID251
 import os
 import select  # noqa: TID251
 import threading
-import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TextIO
 
-from ps.host.processes import FROM_TORCHRUN, Peer
-from ps.settings.errors import Orphaned
+from ps.host import stacks
+from ps.host.processes import Peer
+from ps.host.signals import Signals
+from ps.host.timeouts import Deadline, call_with_timeout
+from ps.settings.errors import Interrupted
 from ps.settings.log import log
 
 INTERVAL_S = 0.5
 HOLD_S = 10.0
 """A trainer that has lost the server waits for torchrun, which names whoever ends first."""
 GIL_GRACE_S = 3.0
-"""Longer than the others need to tell a stall, so that they name it first."""
+"""Longer than the other ranks need to notice a stall, so that they name it first."""
+LAST_LOOK_TIMEOUT_S = 5.0
+
+
+def leave(exit_code: int) -> None:
+    """End this process from any thread, and let nothing run any more."""
+    os._exit(exit_code)
 
 
 class Watch:
-    """Wakes up once an interval, and at once when a process ends or a signal comes."""
+    """Wakes up once an interval, and at once when a process ends or a signal is handed over."""
 
-    def __init__(self) -> None:
-        """Watches this process's parent; what else, the other methods tell."""
-        self.on_orphaned: Callable[[], None] = lambda: leave(Orphaned.exit_code)
-        self.on_signal: Callable[[int], None] = lambda number: leave(128 + number)
+    def __init__(
+        self,
+        signals: Signals,
+        *,
+        interval_s: float = INTERVAL_S,
+        last_look_timeout_s: float = LAST_LOOK_TIMEOUT_S,
+        leave: Callable[[int], object] = leave,
+    ) -> None:
+        """When torchrun, the parent, is gone, signals.orphaned() is called.
+
+        When a signal is handed over this process takes a last look and leaves. So what is to be
+        told is told: torchrun sends a signal when another rank has ended.
+        """
+        self._signals = signals
+        self._interval_s = interval_s
+        self._last_look_timeout_s = last_look_timeout_s
+        self._leave = leave
         self._parent = os.getppid()
-        self._poll = select.poll()
-        self._signals: int | None = None
+        self._on_orphaned = signals.orphaned
         self._look: Callable[[], None] | None = None
-        self._stacks: tuple[TextIO, float] | None = None
-        self._blind = ""
-        self._end: tuple[float, int] | None = None
+        self._guard: tuple[float, TextIO] | None = None
+        self._end: tuple[Deadline, int] | None = None
+        self._last_warning = ""
         self._lock = threading.Lock()  # held during a look
+        self._poll = select.poll()
         self._wake, self._waker = os.pipe()
-        self._poll.register(self._wake, select.POLLIN)
-        with suppress(OSError, AttributeError):
+        for handle in (self._wake, signals.handle):
+            self._poll.register(handle, select.POLLIN)
+        with suppress(OSError, AttributeError):  # where there are no handles of processes
             self._poll.register(os.pidfd_open(self._parent), select.POLLIN)
-
-    def end_orphaned_after(self, put_in_order: Callable[[], None]) -> None:
-        """When the parent is gone, end after this one call."""
-
-        def end() -> None:
-            put_in_order()
-            leave(Orphaned.exit_code)
-
-        self.on_orphaned = end
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="watch", daemon=True).start()
 
-    def take_signals(self, handle: int) -> None:
-        """Read signals from there (see interruption.by_handle), and hand them to on_signal."""
-        self._signals = handle
-        self._poll.register(handle, select.POLLIN)
-        os.write(self._waker, b".")
+    def when_orphaned(self, act: Callable[[], None]) -> None:
+        """From now on call this, in the thread that watches, in place of signals.orphaned()."""
+        self._on_orphaned = act
 
-    def guard(self, stacks: TextIO, bound_s: float) -> None:
-        """From now on this process ends, and writes its stacks, when no Python code can run for
-        bound_s, as when a C function never gives the GIL back."""
-        self._stacks = (stacks, bound_s)
+    def guard(self, stacks: TextIO, timeout_s: float) -> None:
+        """From now on this process writes its stacks and ends with exit code 1 when no Python
+        code can run for timeout_s, as when a C function never gives the GIL back."""
+        self._guard = (timeout_s, stacks)
 
     def look_with(self, look: Callable[[], None], peers: Iterable[Peer]) -> None:
-        """Call look once an interval, and when one of the peers ends."""
+        """From now on call look once an interval, and when one of the peers ends."""
         for peer in peers:
             if peer.handle is not None:
                 self._poll.register(peer.handle, select.POLLIN)
@@ -86,42 +96,42 @@ class Watch:
     def end_later(self, exit_code: int, after_s: float) -> None:
         """End this process then, unless a signal comes first. Looks no more."""
         self._look = None
-        self._end = (time.monotonic() + after_s, exit_code)
+        self._end = (Deadline.after(after_s), exit_code)
 
     def _run(self) -> None:
         """A rank that nobody watches any more does not go on."""
         try:
-            self._watch()
+            while os.getppid() == self._parent:
+                self._turn()
+            stacks.cancel_end()  # what follows has limits of its own
+            self._on_orphaned()
         except Exception as error:
-            log.error("the watch broke: %s: %s", type(error).__name__, error)
-            leave(1)
+            log.error("the watching thread failed: %s: %s", type(error).__name__, error)
+            self._leave(1)
 
-    def _watch(self) -> None:
-        while True:
-            self._sleep()
-            if self._end is not None and time.monotonic() > self._end[0]:
-                leave(self._end[1])
-            if os.getppid() != self._parent:
-                log.error("torchrun (pid %d) is gone", self._parent)
-                faulthandler.cancel_dump_traceback_later()  # what follows has bounds of its own
-                self.on_orphaned()
-                return
-            with self._lock:
-                self._look_once()
+    def _turn(self) -> None:
+        if self._end is not None and self._end[0].is_over:
+            self._leave(self._end[1])
+        with self._lock:
+            self._look_once()
+        if self._guard is not None:
+            stacks.end_after(*self._guard)
+        self._sleep()
 
     def _sleep(self) -> None:
-        if self._stacks is not None:
-            file, bound_s = self._stacks
-            faulthandler.dump_traceback_later(bound_s, exit=True, file=file)
-        for handle, _ in self._poll.poll(INTERVAL_S * 1000):
+        for handle, _ in self._poll.poll(self._interval_s * 1000):
             if handle == self._wake:
                 os.read(handle, 64)
-            elif handle == self._signals:
-                for number in os.read(handle, 64):
-                    if number in FROM_TORCHRUN:
-                        self.on_signal(number)
+            elif handle == self._signals.handle:
+                if (came := self._signals.read()) is not None:
+                    self._end_by_signal(came)
             else:  # a process that has ended stays so
                 self._poll.unregister(handle)
+
+    def _end_by_signal(self, came: Interrupted) -> None:
+        with suppress(TimeoutError):
+            call_with_timeout(self._last_look_timeout_s, self.look_now, "last look")
+        self._leave(came.exit_code)
 
     def _look_once(self) -> None:
         if self._look is None:
@@ -129,12 +139,7 @@ class Watch:
         try:
             self._look()
         except Exception as error:
-            text = f"{type(error).__name__}: {error}"
-            if text != self._blind:
-                log.warning("health could not be looked at: %s", text)
-            self._blind = text
-
-
-def leave(exit_code: int) -> None:
-    """End this process from any thread, and let nothing run any more."""
-    os._exit(exit_code)
+            warning = f"{type(error).__name__}: {error}"
+            if warning != self._last_warning:
+                log.warning("the health of the ranks could not be checked: %s", warning)
+            self._last_warning = warning

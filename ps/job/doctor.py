@@ -20,7 +20,7 @@ from typing import Literal
 
 from ps.host import resources
 from ps.host.processes import Process, list_processes
-from ps.host.timeouts import within
+from ps.host.timeouts import call_with_timeout
 from ps.job.footprint import RANK_BYTES, Footprint, disk_bytes, measure, memory_bytes
 from ps.job.rundir import PARENT
 from ps.settings.config import Config
@@ -132,7 +132,7 @@ def _sized(config: Config, world_size: int, footprint: Footprint) -> Mapping[str
 def _look(name: str, check: Check, bound_s: float) -> Finding:
     status: Status = "failed"
     try:
-        status, text = within(bound_s, check, "check")
+        status, text = call_with_timeout(bound_s, check, "check")
     except PsError as error:
         text = str(error)
     except (Exception, SystemExit) as error:
@@ -172,7 +172,7 @@ def host_name(name: str, resolve: Callable[[str], str]) -> Judgement:
 
 
 def _resolve(name: str) -> str:
-    found = within(HOST_NAME_BOUND_S, lambda: socket.getaddrinfo(name, None), "check")
+    found = call_with_timeout(HOST_NAME_BOUND_S, lambda: socket.getaddrinfo(name, None), "check")
     return str(found[0][4][0])
 
 

@@ -20,7 +20,7 @@ from ps.host.health import Finding
 from ps.host.looks import LOCK_BOUND_S, ServerSide
 from ps.host.processes import Peer
 from ps.host.stacks import dump_stacks, stacks_path
-from ps.host.timeouts import within
+from ps.host.timeouts import call_with_timeout
 from ps.host.watch import Watch, leave
 from ps.job import rundir
 from ps.job.checkpoint import Checkpointer, Checkpoints
@@ -112,7 +112,7 @@ class Ending:
             server.stop(outcome, abandoned)
 
         try:
-            within(bound_s, stop, "stop")
+            call_with_timeout(bound_s, stop, "stop")
         except TimeoutError:
             rank = self._topology.rank
             text = f"{outcome.cause}, and its lock was not given back for {bound_s:.0f} s"

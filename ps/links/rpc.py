@@ -14,7 +14,7 @@ import torch.distributed as dist  # noqa: TID251
 from torch import Tensor
 from torch.futures import Future
 
-from ps.host.timeouts import within
+from ps.host.timeouts import call_with_timeout
 from ps.links.calls import RemoteCalls, answer, value
 from ps.links.rendezvous import Rendezvous
 from ps.model.flat import FlatModel
@@ -85,7 +85,7 @@ class RpcGroup:
                 "ignore", message="You are using a Backend", category=UserWarning
             )
             try:
-                within(config.start_timeout, join, THREAD)
+                call_with_timeout(config.start_timeout, join, THREAD)
             except Exception as error:
                 raise LaunchError(f"RPC did not start: {first_line(error)}") from None
 
@@ -96,7 +96,9 @@ class RpcGroup:
         os._exit, as a normal exit aborts on running threads.
         """
         try:
-            within(2 * CLOSE_BOUND_S, lambda: rpc.shutdown(timeout=CLOSE_BOUND_S), THREAD)
+            call_with_timeout(
+                2 * CLOSE_BOUND_S, lambda: rpc.shutdown(timeout=CLOSE_BOUND_S), THREAD
+            )
         except Exception as error:
             log.warning("RPC did not close: %s", first_line(error))
 

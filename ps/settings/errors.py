@@ -66,12 +66,20 @@ class Orphaned(PsError):
 
 
 class Interrupted(BaseException):
-    """A signal asked this process to end. Like KeyboardInterrupt, not for `except Exception`."""
+    """This process was asked to end. Like KeyboardInterrupt, not for `except Exception`."""
 
-    def __init__(self, signal_name: str, signal_number: int) -> None:
+    def __init__(self, text: str, exit_code: int) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+    @classmethod
+    def by_signal(cls, name: str, number: int) -> Interrupted:
         hint = ", which torchrun sends when it is stopped or another rank has failed"
-        super().__init__(f"stopped by {signal_name}{hint if signal_name == 'SIGTERM' else ''}")
-        self.exit_code = 128 + signal_number
+        return cls(f"stopped by {name}{hint if name == 'SIGTERM' else ''}", 128 + number)
+
+    @classmethod
+    def by_error(cls, error: PsError) -> Interrupted:
+        return cls(str(error), error.exit_code)
 
 
 def first_line(error: object) -> str:

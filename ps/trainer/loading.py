@@ -89,7 +89,7 @@ _worker: tuple[Samples, int] | None = None
 
 def _become_worker(samples: Samples, seed: int, parent: int) -> None:
     global _worker
-    signals.end_at_once()
+    signals.restore_defaults()
     if sys.platform == "linux":
         os.setpgid(0, 0)  # torchrun's signals reach the whole group; these end with their parent
     libc.end_with_parent(parent)

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from ps.host.files import make_directories, remove_empty
-from ps.host.timeouts import within
+from ps.host.timeouts import call_with_timeout
 from ps.settings.errors import ConfigError
 from ps.settings.log import log
 
@@ -146,7 +146,7 @@ def _reach(mirror: str) -> None:
     if getproxies():
         return
     try:
-        within(
+        call_with_timeout(
             REACH_BOUND_S,
             lambda: socket.create_connection(address, timeout=REACH_BOUND_S).close(),
             "reach",

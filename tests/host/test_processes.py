@@ -356,7 +356,7 @@ def test_how_a_process_ended_is_told_in_words(reading: Reading, words: str) -> N
     ],
 )
 def test_who_ended_for_what_reaches_all_ranks_was_told_to(reading: Reading, told: bool) -> None:
-    assert reading.was_told_to_end == told
+    assert reading.was_asked_to_end == told
 
 
 def test_an_identity_is_the_same_in_every_process_and_at_every_time() -> None:

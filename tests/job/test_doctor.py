@@ -601,7 +601,7 @@ def doctor_says(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
         monkeypatch.setattr(doctor, "all_checks", lambda config, world_size: findings)
         return command.main(["doctor", *args])
 
-    monkeypatch.setattr(signals, "end_at_once", lambda: None)
+    monkeypatch.setattr(signals, "restore_defaults", lambda: None)
     return call
 
 

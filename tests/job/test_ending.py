@@ -19,6 +19,7 @@ import torch
 from ps.host.gate import Gate
 from ps.host.health import Doing, Finding
 from ps.host.processes import Identity, Peer
+from ps.host.signals import Signals
 from ps.host.stacks import stacks_path
 from ps.host.watch import Watch
 from ps.job.checkpoint import Checkpointer, Checkpoints, read
@@ -235,7 +236,7 @@ class Started:
         return order
 
     def look_at(self, peers: Mapping[int, Peer]) -> None:
-        self.ending.watch_ranks(peers, Watch())
+        self.ending.watch_ranks(peers, Watch(Signals()))
 
 
 @pytest.fixture
@@ -666,7 +667,7 @@ def test_a_disk_that_is_read_only_by_then_keeps_nothing_from_ending(
 def test_from_when_all_have_arrived_the_server_looks_at_them_and_knows_why_they_end(
     run: Started,
 ) -> None:
-    watch = Watch()
+    watch = Watch(Signals())
     with sleeper() as process, sleeper() as other:
         me = Peer(Identity.of(os.getpid()))
         run.ending.watch_ranks({0: me, 1: peer_of(process), 2: peer_of(other)}, watch)

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 
+from ps.host.signals import Signals
 from ps.host.watch import GIL_GRACE_S, Watch
 from ps.job import run
 from ps.job.ending import Ending
@@ -49,11 +50,11 @@ def test_without_a_file_for_them_stacks_are_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files: list[object] = []
-    monkeypatch.setattr(run.signals, "show_stacks_to", files.append)
-    watch = Watch()
+    monkeypatch.setattr(run.stacks, "show_on_request", files.append)
+    watch = Watch(Signals())
     run._watch_stacks(watch, tmp_path / "none", 1, Config(stall_timeout=7.0))
     assert files == [sys.stderr]
-    assert watch._stacks == (sys.stderr, 7.0 + GIL_GRACE_S)
+    assert watch._guard == (7.0 + GIL_GRACE_S, sys.stderr)
 
 
 @pytest.mark.parametrize(
