@@ -25,10 +25,11 @@ from ps.host.stacks import stacks_path
 from ps.host.watch import GIL_GRACE_S, HOLD_S, Watch, leave
 from ps.job import injection
 from ps.job.checkpoint import Checkpointer, Checkpoints
-from ps.job.ending import Ending, report_without_server
+from ps.job.ending import Ending
 from ps.job.injection import Injection
 from ps.job.parts import ServerParts, TrainerParts, server_parts, threads_of
 from ps.job.preparation import Prepared, ready_bound_s
+from ps.job.report import report_without_server
 from ps.links import channel
 from ps.links.calls import InProcessLink
 from ps.links.choice import ServerEnd, choose, connect
@@ -45,7 +46,6 @@ from ps.workloads import catalogue
 TICK_S = 1.0
 GOODBYE_BOUND_S = 5.0
 ORPHAN_BOUND_S = 4.0
-SPEAK_INTERVAL_S = 0.05
 
 
 def run_server(topology: Topology, prepared: Prepared, watch: Watch) -> int:
@@ -174,7 +174,6 @@ def _watch_server(
 
     def found(finding: Finding, facts: Mapping[str, Any]) -> None:
         if finding.rank == SERVER_RANK:
-            time.sleep(SPEAK_INTERVAL_S * ((topology.rank - 1) % 10))  # the first one writes
             report_without_server(run_dir, finding, facts)
         else:
             log.error("%s", finding.cause)
