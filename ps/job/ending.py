@@ -3,14 +3,12 @@ trained weights and the last line."""
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 import threading
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,18 +20,26 @@ from ps.host.processes import Peer
 from ps.host.stacks import dump_stacks, stacks_path
 from ps.host.timeouts import call_with_timeout
 from ps.host.watch import Watch, leave
-from ps.job import rundir
 from ps.job.checkpoint import Checkpointer, Checkpoints
 from ps.job.parts import ServerParts
 from ps.job.preparation import Prepared
+from ps.job.report import (
+    End,
+    earlier_attempts,
+    failure_of,
+    final_report,
+    head_of,
+    report_without_server,
+    write_end,
+)
+from ps.job.rundir import report_of
 from ps.server.server import Outcome
 from ps.settings.errors import LaunchError, first_line
 from ps.settings.log import log
-from ps.settings.topology import Topology, role_of
+from ps.settings.topology import Topology
 
 SAVE_BOUND_S = 25.0  # torchrun kills 30 s after its SIGTERM
 DONE_BOUND_S = 600.0
-RUNNING = "running"
 
 
 class Ending:
@@ -53,7 +59,8 @@ class Ending:
         self._link = link
         self._topology = topology
         self._prepared = prepared
-        self._earlier = _earlier_attempts(self.run_dir.path) if topology.restart_count else []
+        previous = report_of(self.run_dir.path)
+        self._earlier = earlier_attempts(previous) if topology.restart_count else []
         self._lock = threading.Lock()
         self._outcome: Outcome | None = None  # under _lock
 
@@ -66,7 +73,7 @@ class Ending:
         prepared = self._prepared
         try:
             self.run_dir.write_options(prepared.config.to_json(inherited_only=True), prepared.job)
-            self.run_dir.write_report(self._head(RUNNING))
+            self.run_dir.write_report(self._head())
         except OSError as error:
             reason = f"{self.run_dir.path} cannot be written: {error.strerror}"
             raise LaunchError(reason) from None
@@ -141,31 +148,21 @@ class Ending:
         if outcome.status == "done" and (error := self._write_model()):
             cause = f"trained to the end, but model.pt could not be written: {error}"
             outcome = Outcome("failed", 1, cause)
-        failure = self._failure(outcome) if outcome.cause else None
-        if failure is not None and (earlier := _reported(self.run_dir.path)):
-            # By a trainer, to which this rank seemed to be gone. That is the cause then.
-            later = [outcome.cause, *failure["consequences"]]
-            failure = {**earlier["failure"], "consequences": later}
-            outcome = Outcome("failed", earlier["exit_code"], earlier["cause"])
-        report = {
-            **self._head(outcome.status),
-            "exit_code": outcome.exit_code,
-            "cause": outcome.cause,
-            "failure": failure,
-            "checkpoint": str(self.checkpointer.last) if self.checkpointer.last else None,
-            **numbers,
-            "duration_s": time.monotonic() - self._prepared.started_at,
-        }
-        try:
-            seen = f"see {self.run_dir.write_report(_finite(report))}"
-        except OSError as error:
-            seen = f"the report could not be written: {error.strerror}"
+        end = End(
+            status=outcome.status,
+            exit_code=outcome.exit_code,
+            cause=outcome.cause,
+            failure=self._failure(outcome) if outcome.cause else None,
+        )
+        reported, seen = self._write_end(end, numbers)
+        if reported is not end:  # a trainer has reported that this rank has failed
+            outcome = Outcome("failed", reported.exit_code, reported.cause)
         if outcome.status == "done":
             log.info(
                 "done: %d updates, %d samples in %.1f s (%.0f samples/s), test accuracy %.4f; %s",
                 numbers["updates"],
                 numbers["samples_trained"],
-                report["duration_s"],
+                time.monotonic() - self._prepared.started_at,
                 numbers["samples_per_s"],
                 numbers["test_accuracy"],
                 seen,
@@ -173,6 +170,20 @@ class Ending:
         else:
             log.error("%s: %s; %s", outcome.status, outcome.cause, seen)
         return outcome
+
+    def _write_end(self, end: End, numbers: Mapping[str, Any]) -> tuple[End, str]:
+        duration_s = time.monotonic() - self._prepared.started_at
+
+        def report(reported: End) -> dict[str, Any]:
+            return final_report(
+                self._head(),
+                reported,
+                checkpoint=self.checkpointer.last,
+                numbers=numbers,
+                duration_s=duration_s,
+            )
+
+        return write_end(self.run_dir.path, end, os.getpid(), report)
 
     def _write_model(self) -> str | None:
         """What kept it from being written, if anything did."""
@@ -185,32 +196,24 @@ class Ending:
             return reason or type(error).__name__
         return None
 
-    def _head(self, status: str) -> dict[str, Any]:
-        """What is known from the start."""
-        job, topology, config = self._job, self._topology, self._prepared.config
-        return {
-            "status": status,
-            "pid": os.getpid(),
-            "attempt": topology.restart_count,
-            "earlier_attempts": self._earlier,
-            "world_size": topology.world_size,
-            "compute": config.compute,
-            "link": self._link,
-            "precision": config.precision,
-            "staleness": config.staleness,
-            "workload": config.workload,
-            "epochs": config.epochs,
-            "threads": job.threads,
-            "lr": job.lr,
-            "resumed_from": str(job.resumed_from) if job.resumed_from else None,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        }
+    def _head(self) -> dict[str, Any]:
+        job = self._job
+        return head_of(
+            self._prepared.config,
+            self._topology,
+            pid=os.getpid(),
+            earlier_attempts=self._earlier,
+            link=self._link,
+            threads=job.threads,
+            lr=job.lr,
+            resumed_from=job.resumed_from,
+            versions={"torch": torch.__version__, "python": platform.python_version()},
+        )
 
     def _failure(self, outcome: Outcome) -> dict[str, Any]:
         facts = self.side.facts(outcome.rank) if self.side else {}
         return {
-            **_failure_of(outcome.rank, self.run_dir.path),
+            **failure_of(outcome.rank, self.run_dir.path),
             **self._job.server.circumstances(),
             "process": facts,
         }
@@ -221,63 +224,3 @@ class Ending:
             with suppress(OSError):
                 if not path.stat().st_size:
                     path.unlink()
-
-
-def report_without_server(run_dir: Path, finding: Finding, facts: Mapping[str, Any]) -> None:
-    """Report and last line where the server cannot tell them, unless somebody has already."""
-    report = rundir.report_of(run_dir)
-    if report.get("status", RUNNING) != RUNNING:
-        return
-    report |= {
-        "status": "failed",
-        "exit_code": finding.exit_code,
-        "cause": finding.cause,
-        "failure": {**_failure_of(finding.rank, run_dir), "process": dict(facts)},
-    }
-    try:
-        seen = f"see {rundir.write(run_dir, rundir.REPORT, _finite(report))}"
-    except OSError as error:
-        seen = f"the report could not be written: {error.strerror}"
-    log.error("failed: %s; %s", finding.cause, seen)
-
-
-def _reported(run_dir: Path) -> dict[str, Any] | None:
-    """The report of a failure of this run that is there already."""
-    report = rundir.report_of(run_dir)
-    is_told = report.get("pid") == os.getpid() and report.get("status") != RUNNING
-    return report if is_told and report.get("failure") else None
-
-
-def _earlier_attempts(run_dir: Path) -> list[dict[str, Any]]:
-    """How they ended. One that was killed as a whole has left no cause."""
-    report = rundir.report_of(run_dir)
-    told = ("attempt", "exit_code", "cause", "updates")
-    last = [{key: report.get(key) for key in told}] if report else []
-    return [*report.get("earlier_attempts", []), *last]
-
-
-def _failure_of(rank: int, run_dir: Path) -> dict[str, Any]:
-    stacks = stacks_path(run_dir, rank)
-    return {
-        "rank": rank,
-        "role": role_of(rank),
-        "stacks": str(stacks) if _is_new(stacks, run_dir / rundir.REPORT) else None,
-    }
-
-
-def _is_new(stacks: Path, report: Path) -> bool:
-    """Whether there are some, and not of an earlier attempt: each has written its report since."""
-    try:
-        seen = stacks.stat()
-        return seen.st_size > 0 and seen.st_mtime_ns >= report.stat().st_mtime_ns
-    except OSError:
-        return False
-
-
-def _finite(value: Any) -> Any:
-    """The value as JSON can hold it: without NaN and infinity, at any depth."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

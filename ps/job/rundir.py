@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl  # noqa: TID251
 import json
 import os
 import re
@@ -15,7 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ps.host.files import make_directories, remove_empty, replacing, sync_directory
+from ps.host.files import (
+    is_partial,
+    make_directories,
+    remove_empty,
+    remove_partials,
+    try_lock,
+    write_file,
+)
 from ps.settings.errors import CheckpointUnusable, ConfigError
 from ps.settings.log import log
 
@@ -49,17 +55,17 @@ class RunDirectory:
         created: list[Path] = []
         try:
             created = make_directories(path, mode=0o700)
-            foreign = sorted(e.name for e in path.iterdir() if not _holds(e, error_file))
+            foreign = _foreign(path, error_file)
             _try_to_write(path)
         except OSError as error:
             remove_empty(created)
             raise _unusable("--run-dir", path, error) from None
         if foreign:
             raise ConfigError(
-                f"--run-dir {path} is not empty (it holds {foreign[0]}); "
+                f"--run-dir {path} is not empty (it holds {foreign}); "
                 "give a new one, or omit --run-dir; --resume goes on from an earlier run"
             )
-        return cls(path, created, _lock(path))
+        return cls(path, created, _own(path))
 
     @classmethod
     def reopen(cls, path: Path) -> RunDirectory:
@@ -72,7 +78,7 @@ class RunDirectory:
             _try_to_write(path)
         except OSError as error:
             raise _unusable("--resume", path, error) from None
-        return cls(path, (), _lock(path))
+        return cls(path, (), _own(path))
 
     def discard(self) -> None:
         """Take back what create() made: the run never started."""
@@ -108,12 +114,26 @@ def write(run_dir: Path, name: str, content: Mapping[str, object]) -> Path:
     """
     run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may have removed it
     path = run_dir / name
-    with replacing(path) as partial, partial.open("w") as file:
-        file.write(json.dumps(content, indent=2, allow_nan=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    sync_directory(run_dir)
+    write_file(path, to_json(content))
     return path
+
+
+def to_json(content: Mapping[str, object]) -> bytes:
+    """As it stands in the files of a run directory.
+
+    Raises:
+        ValueError: it holds a number that is not finite.
+    """
+    return (json.dumps(content, indent=2, allow_nan=False) + "\n").encode()
+
+
+def from_json(content: bytes | None) -> dict[str, Any]:
+    """Empty if there is none, or it is damaged."""
+    try:
+        found = json.loads(content or b"")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def generated(job: str | None, *, again: bool = False) -> Path:
@@ -198,10 +218,9 @@ def report_of(run_dir: Path) -> dict[str, Any]:
 
 def _read(run_dir: Path, name: str) -> dict[str, Any]:
     try:
-        content = json.loads((run_dir / name).read_text())
-    except (OSError, ValueError):
+        return from_json((run_dir / name).read_bytes())
+    except OSError:
         return {}
-    return content if isinstance(content, dict) else {}
 
 
 def refuse(error_file: str | None, exit_code: int) -> None:
@@ -236,19 +255,20 @@ def _unusable(option: str, path: Path, error: OSError) -> ConfigError:
     return ConfigError(f"{option} {path} cannot be used: {reason}; give one that can be written")
 
 
-def _lock(path: Path) -> int:
-    """Without a file that could be left: on the folder itself, until this process ends."""
+def _own(path: Path) -> int:
+    """Be the one process that writes there, until it ends; what killed ones left goes.
+
+    The lock is on the folder itself, so that no file is left.
+    """
     handle = os.open(path, os.O_RDONLY)
     os.register_at_fork(after_in_child=partial(_forget, handle, os.fstat(handle)))
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not try_lock(handle):
         os.close(handle)
         raise ConfigError(
             f"another run is writing to {path}; wait for its end, or give another --run-dir"
-        ) from None
-    except OSError:
-        log.debug("%s is on a file system without locks", path)
+        )
+    remove_partials(path)
+    remove_partials(path / CHECKPOINTS)
     return handle
 
 
@@ -259,5 +279,8 @@ def _forget(handle: int, locked: os.stat_result) -> None:
             os.close(handle)
 
 
-def _holds(entry: Path, error_file: str | None) -> bool:
-    return error_file is not None and entry.resolve() in Path(error_file).resolve().parents
+def _foreign(path: Path, error_file: str | None) -> str | None:
+    """The first entry that is neither torchrun's log of this run nor a killed run's partial."""
+    log_of_run = Path(error_file).resolve().parents if error_file is not None else ()
+    names = (e.name for e in path.iterdir() if e.resolve() not in log_of_run and not is_partial(e))
+    return min(names, default=None)

@@ -274,18 +274,18 @@ def test_options_and_report_are_on_the_disk_before_they_have_their_names(
     """As a checkpoint is, which is of no use without the options."""
     if not Path("/proc/self/fd").exists():
         pytest.skip("no /proc here")
-    synced: list[tuple[str, list[str]]] = []
+    synced: list[tuple[bool, bool]] = []
     fsync = os.fsync
 
     def watched(handle: int) -> None:
-        synced.append((Path(os.readlink(f"/proc/self/fd/{handle}")).name, names_in("run")))
+        name = Path(os.readlink(f"/proc/self/fd/{handle}")).name
+        synced.append((name.endswith(".partial"), names_in("run") == ["config.json"]))
         fsync(handle)
 
     run_dir = RunDirectory.create(Path("run"), None)
     monkeypatch.setattr(os, "fsync", watched)
     run_dir.write_options({"epochs": 3}, None)
-    partial = ".config.json.partial"
-    assert synced == [(partial, [partial]), ("run", ["config.json"])]
+    assert synced == [(True, False), (False, True)]
 
 
 def test_a_run_whose_folder_somebody_removed_writes_all_the_same() -> None:
@@ -424,8 +424,23 @@ def test_a_folder_that_is_not_there_or_cannot_be_written_is_not_reopened(
         RunDirectory.reopen(Path("run"))
 
 
+@pytest.mark.parametrize("is_new", [True, False])
+def test_who_owns_a_folder_removes_what_killed_writers_left_in_it(is_new: bool) -> None:
+    """The first attempt may have been killed while it wrote the options, before all else."""
+    put_checkpoints("run", *([] if is_new else ["000001-update-1-0123456789abcdef.pt"]))
+    left = [".config.json.77-0123abcd.partial", "checkpoints/.checkpoint.77-0123abcd.partial"]
+    if is_new:
+        Path("run/checkpoints").rmdir()
+        del left[1]
+    for name in left:
+        Path("run", name).write_text("{")
+    RunDirectory.create(Path("run"), None) if is_new else RunDirectory.reopen(Path("run"))
+    assert names_in("run") == ([] if is_new else ["checkpoints"])
+    assert is_new or len(names_in("run/checkpoints")) == 1
+
+
 HOLD = (
-    "import sys; from pathlib import Path; from ps.rundir import RunDirectory; "
+    "import sys; from pathlib import Path; from ps.job.rundir import RunDirectory; "
     "run_dir = RunDirectory.{how}; print('held', flush=True); sys.stdin.read()"
 )
 
@@ -475,7 +490,7 @@ def test_a_folder_that_another_process_writes_to_is_refused_until_that_ends(how:
 def test_a_process_that_outlives_its_rank_does_not_hold_the_folder(leave_behind: str) -> None:
     code = (
         "import os, subprocess, time; from pathlib import Path; "
-        "from ps.rundir import RunDirectory; "
+        "from ps.job.rundir import RunDirectory; "
         f"run_dir = RunDirectory.create(Path({str(Path('other').absolute())!r}), None); "
     )
     done = subprocess.run(
