@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.jobs import ROOT
+from tests.jobs import ROOT
 from ps.host import signals
 from ps.host.processes import FROM_TORCHRUN
 from ps.settings.errors import Interrupted
