@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from benchmarks.figures import Figure
-from benchmarks.jobs import Done, run_job
+from tests.jobs import Done, run_job
 from benchmarks.peers import ddp, hogwild, loops, ray_server, tutorial
 from benchmarks.peers.processes import MeasurementError
 from benchmarks.peers.task import Task

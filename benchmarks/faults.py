@@ -31,8 +31,8 @@ from typing import Any
 
 import psutil
 
-from benchmarks.jobs import Done, Job, mnist_folder
-from benchmarks.leftovers import MARK, Leftovers
+from tests.jobs import Done, Job, mnist_folder
+from tests.leftovers import MARK, Leftovers
 from benchmarks.plugins import EVALUATING, SPOILED
 
 OVER_S = 10.0

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.jobs import Job
+from tests.jobs import Job
 
 BATCH_SIZE = 100
 LAG = 10

@@ -11,7 +11,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from benchmarks.jobs import BARE, Job, mnist_folder
+from tests.jobs import BARE, Job, mnist_folder
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from benchmarks.jobs import ROOT
+from tests.jobs import ROOT
 from ps.host.processes import Identity, Peer
 from ps.links.calls import InProcessLink
 from ps.links.choice import Link

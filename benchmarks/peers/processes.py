@@ -22,7 +22,7 @@ from contextlib import suppress
 
 import psutil
 
-from benchmarks.jobs import ROOT
+from tests.jobs import ROOT
 from benchmarks.peers.task import Task
 
 Gate = Callable[[], None]

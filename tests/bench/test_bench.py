@@ -15,7 +15,7 @@ import pytest
 from benchmarks import bench, contenders
 from benchmarks.bench import Bench, rotated
 from benchmarks.figures import Figure, figures_table, median, outcomes, rates_table, shares
-from benchmarks.jobs import ROOT
+from tests.jobs import ROOT
 from benchmarks.peers import ddp, hogwild, loops, processes, ray_server, tutorial
 from benchmarks.peers.processes import MeasurementError
 from benchmarks.peers.task import Task

@@ -20,7 +20,7 @@ from typing import Any, cast
 import psutil
 import pytest
 
-from benchmarks.jobs import ROOT
+from tests.jobs import ROOT
 from ps.host import processes
 from ps.host.processes import (
     GONE,

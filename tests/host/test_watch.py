@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.jobs import ROOT
+from tests.jobs import ROOT
 from ps.host import looks
 from ps.host import watch as watch_module
 from ps.host.health import Doing, Finding, Progress

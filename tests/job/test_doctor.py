@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import psutil
 import pytest
 
-from benchmarks.jobs import ROOT
+from tests.jobs import ROOT
 from ps import __main__ as command
 from ps.host import resources, signals
 from ps.host.processes import Process, list_processes

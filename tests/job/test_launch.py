@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from benchmarks.jobs import ROOT
+from tests.jobs import ROOT
 
 PROGRAM = """
 import runpy, sys

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.jobs import ROOT
+from tests.jobs import ROOT
 from ps.job.rundir import refuse, refused
 
 

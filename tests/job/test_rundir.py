@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.jobs import ROOT
+from tests.jobs import ROOT
 from ps.job.rundir import (
     RunDirectory,
     checkpoints_in,

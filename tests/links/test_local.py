@@ -23,7 +23,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.jobs import ROOT
+from tests.jobs import ROOT
 from ps.host import libc
 from ps.links import channel, local
 from ps.links.channel import Address, Channel, Listener

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.jobs import ROOT
+from tests.jobs import ROOT
 from ps import workload
 from ps.links.memory import Memory
 from ps.links.shelf import Shelf, take_from

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.jobs import ROOT
+from tests.jobs import ROOT
 from ps.model.passes import Passes
 from ps.protocol import Train
 from ps.trainer.loading import Loader

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.jobs import Done, run_job
+from tests.jobs import Done, run_job
 from ps.model.passes import Passes
 from ps.server.orders import permutation
 from ps.settings.config import Config

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.jobs import Done, Job
-from benchmarks.leftovers import MARK, Leftovers
+from tests.jobs import Done, Job
+from tests.leftovers import MARK, Leftovers
 from ps.host.looks import HEALTH_FILE, LOCK_BOUND_S
 from ps.host.stacks import stacks_path
 from ps.host.watch import GIL_GRACE_S

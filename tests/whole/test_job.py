@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks.idle import busy_fractions
-from benchmarks.jobs import Job, mnist_folder, run_job
+from tests.jobs import Job, mnist_folder, run_job
 from ps.workload import fetch
 from ps.workloads import mnist_files
 from tests import plugins

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.jobs import Job
+from tests.jobs import Job
 from ps.model.passes import Passes
 from ps.protocol import Train
 from ps.workload import Workload, fetch

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.jobs import Done, Job
+from tests.jobs import Done, Job
 from ps.job.checkpoint import Checkpoints, read
 from ps.job.rundir import checkpoints_in, has_checkpoints, is_done
 from tests.helpers import COMPUTE, assert_equal, until
