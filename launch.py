@@ -18,7 +18,7 @@ from ps.host import gate, resources
 from ps.host.signals import Phase, Signals
 from ps.host.watch import HOLD_S, Watch
 from ps.job import rundir
-from ps.job.preparation import prepare, ready_bound_s
+from ps.job.preparation import prepare, ready_timeout_s
 from ps.settings import log
 from ps.settings.config import parse_args
 from ps.settings.errors import CheckpointUnusable, ConfigError, Interrupted, Orphaned, PsError
@@ -46,13 +46,13 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
             watch.start()
             prepared = prepare(topology, config, argv)
             signals.enter(Phase.CLEAN_UP, prepared.run_dir.discard)
-            from ps.job.run import run_server
+            from ps.job.server_process import run_server
 
-            return run_server(topology, prepared, watch, signals)
+            return run_server(topology, prepared, signals, watch)
         signals.enter(Phase.HANDED_OVER)
         watch.start()
-        gate.wait(topology, resources.usable_cores(), ready_bound_s(config))
-        from ps.job.run import run_trainer
+        gate.wait(topology, resources.usable_cores(), ready_timeout_s(config))
+        from ps.job.trainer_process import run_trainer
 
         return run_trainer(topology, config, watch)
     except PsError as error:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import fcntl  # noqa: TID251
 import hashlib
+import json
 import os
 import signal  # noqa: TID251
 import struct
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import psutil  # noqa: TID251
 
@@ -47,6 +48,14 @@ class Identity:
         """
         fields = _stat(pid)
         return cls(pid, float(fields[_STARTTIME]) if fields else psutil.Process(pid).create_time())
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Identity:
+        """What to_json() gave."""
+        return cls(**json.loads(text))
 
 
 def fingerprint(identity: Identity) -> str:

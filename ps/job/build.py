@@ -17,7 +17,6 @@ from ps.model.devices import choose_devices, place
 from ps.model.flat import FlatModel
 from ps.model.optimizer import make_optimizer
 from ps.model.passes import Passes
-from ps.settings.schedule import factor_by_version
 from ps.model.store import Store
 from ps.server.compute import Compute, ServerCompute, TrainerCompute
 from ps.server.metrics import Metrics
@@ -27,6 +26,7 @@ from ps.server.shuffler import Shuffler
 from ps.server.state import TrainingState, begin
 from ps.server.training import Training
 from ps.settings.config import Config
+from ps.settings.schedule import factor_by_version
 from ps.settings.topology import Topology
 from ps.trainer.loading import Loader
 from ps.trainer.worker import ServerComputeWorker, TrainerComputeWorker, Worker

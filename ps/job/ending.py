@@ -7,7 +7,7 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -15,13 +15,12 @@ import torch
 
 from ps.host.files import replacing
 from ps.host.health import Finding
-from ps.host.looks import LOCK_BOUND_S, ServerSide
-from ps.host.processes import Peer
+from ps.host.signals import Signals
 from ps.host.stacks import dump_stacks, stacks_path
 from ps.host.timeouts import call_with_timeout
-from ps.host.watch import Watch, leave
-from ps.job.checkpoint import Checkpointer, Checkpoints
-from ps.job.parts import ServerParts
+from ps.host.watch import leave
+from ps.job.build import Basis
+from ps.job.checkpoint import Checkpointer
 from ps.job.preparation import Prepared
 from ps.job.report import (
     End,
@@ -33,32 +32,46 @@ from ps.job.report import (
     write_end,
 )
 from ps.job.rundir import report_of
-from ps.server.server import Outcome
+from ps.server.roll import Outcome
+from ps.server.server import ParameterServer
 from ps.settings.errors import LaunchError, first_line
 from ps.settings.log import log
 from ps.settings.topology import Topology
 
-SAVE_BOUND_S = 25.0  # torchrun kills 30 s after its SIGTERM
-DONE_BOUND_S = 600.0
+LOCK_TIMEOUT_S = 10.0
+"""Nothing that goes on holds the server's lock for so long."""
+SAVE_TIMEOUT_S = 25.0
+DONE_TIMEOUT_S = 600.0
+
+FactsOf = Callable[[int], Mapping[str, Any]]
+"""What was seen last of a rank's process."""
 
 
 class Ending:
-    """The server's side of the run directory."""
+    """The server's side of the run directory.
+
+    Once a request to end has come, every limit of time here is taken from its one deadline.
+    """
 
     def __init__(
-        self, job: ServerParts, topology: Topology, prepared: Prepared, link: str | None
+        self,
+        topology: Topology,
+        prepared: Prepared,
+        basis: Basis,
+        server: ParameterServer,
+        checkpointer: Checkpointer,
+        link: str | None,
+        signals: Signals,
     ) -> None:
         """link is the name of the one that joins the ranks, None at world size 1."""
-        config = prepared.config
         self.run_dir = prepared.run_dir
-        self.checkpointer = Checkpointer(
-            Checkpoints(self.run_dir.path, config.keep), job.state, config.checkpoint_interval_s
-        )
-        self.side: ServerSide | None = None
-        self._job = job
-        self._link = link
         self._topology = topology
         self._prepared = prepared
+        self._basis = basis
+        self._server = server
+        self._checkpointer = checkpointer
+        self._link = link
+        self._signals = signals
         previous = report_of(self.run_dir.path)
         self._earlier = earlier_attempts(previous) if topology.restart_count else []
         self._lock = threading.Lock()
@@ -79,25 +92,9 @@ class Ending:
             raise LaunchError(reason) from None
         source = prepared.resume_from
         if source is not None and source.resolve() != self.run_dir.path.resolve():
-            self.checkpointer.save()  # or this folder, the latest from now on, has none
+            self._checkpointer.save()  # or this folder, the latest from now on, has none
         self.run_dir.publish()
-        self.checkpointer.start()
-
-    def watch_ranks(self, peers: Mapping[int, Peer], watch: Watch) -> None:
-        """All ranks have arrived: from now on the server looks at them."""
-        config, server = self._prepared.config, self._job.server
-        self.side = ServerSide(
-            server,
-            peers,
-            self._topology.rank,
-            self.run_dir.path,
-            stall_timeout_s=config.stall_timeout_s,
-            memory_limit_bytes=config.memory_limit_bytes,
-            on_stuck=self._end_stuck,
-        )
-        server.explain = self.side.explain
-        server.arrived()
-        watch.look_with(self.side.look, peers.values())
+        self._checkpointer.start()
 
     def stop(
         self,
@@ -105,46 +102,51 @@ class Ending:
         *,
         loss: Finding | None = None,
         abandoned: Iterable[int] = (),
-        bound_s: float = LOCK_BOUND_S,
+        timeout_s: float = LOCK_TIMEOUT_S,
     ) -> None:
         """End the job, for what was lost before if anything was. From any thread.
 
-        Where the server's lock is not given back within bound_s, this process ends.
+        Where the server's lock is not given back within timeout_s, this process ends.
         """
-        server = self._job.server
 
         def stop() -> None:
             if loss is not None:
-                server.found(loss)
-            server.stop(outcome, abandoned)
+                self._server.report(loss)
+            self._server.stop(outcome, abandoned)
 
+        timeout_s = self._signals.left_s(timeout_s)
         try:
-            call_with_timeout(bound_s, stop, "stop")
+            call_with_timeout(timeout_s, stop, "stop")
         except TimeoutError:
             rank = self._topology.rank
-            text = f"{outcome.cause}, and its lock was not given back for {bound_s:.0f} s"
-            self._end_stuck(Finding(rank, text, outcome.exit_code), {})
+            text = f"{outcome.cause}, and its lock was not given back for {timeout_s:.0f} s"
+            self.end_stuck(Finding(rank, text, outcome.exit_code), {})
 
-    def _end_stuck(self, finding: Finding, facts: Mapping[str, Any]) -> None:
+    def end_stuck(self, finding: Finding, facts: Mapping[str, Any]) -> None:
         """Whoever makes no progress holds the server's lock: nothing can be saved."""
         dump_stacks(self.run_dir.path, finding.rank)
         report_without_server(self.run_dir.path, finding, facts)
         leave(finding.exit_code)
 
-    def finish(self) -> Outcome:
+    def finish(self, facts_of: FactsOf) -> Outcome:
         """Save and tell how it ended. Only once the job has; further calls change nothing."""
         with self._lock:
             if self._outcome is None:
-                is_done = self._job.server.outcome == Outcome("done")
-                if not self.checkpointer.close(DONE_BOUND_S if is_done else SAVE_BOUND_S):
-                    last = self.checkpointer.last
-                    log.warning("the last state is not saved; the newest checkpoint is %s", last)
-                self._outcome = self._tell()
+                self._save()
+                self._outcome = self._tell(facts_of)
                 self._remove_empty_stacks()
         return self._outcome
 
-    def _tell(self) -> Outcome:
-        outcome, numbers = self._job.server.result()
+    def _save(self) -> None:
+        is_done = self._server.outcome == Outcome("done")
+        timeout_s = self._signals.left_s(DONE_TIMEOUT_S if is_done else SAVE_TIMEOUT_S)
+        if not self._checkpointer.close(timeout_s):
+            last = self._checkpointer.last
+            seen = f"the newest checkpoint is {last}" if last else "there is no checkpoint"
+            log.warning("the last state is not saved; %s", seen)
+
+    def _tell(self, facts_of: FactsOf) -> Outcome:
+        outcome, numbers = self._server.result()
         if outcome.status == "done" and (error := self._write_model()):
             cause = f"trained to the end, but model.pt could not be written: {error}"
             outcome = Outcome("failed", 1, cause)
@@ -152,7 +154,7 @@ class Ending:
             status=outcome.status,
             exit_code=outcome.exit_code,
             cause=outcome.cause,
-            failure=self._failure(outcome) if outcome.cause else None,
+            failure=self._failure(outcome, facts_of) if outcome.cause else None,
         )
         reported, seen = self._write_end(end, numbers)
         if reported is not end:  # a trainer has reported that this rank has failed
@@ -178,7 +180,7 @@ class Ending:
             return final_report(
                 self._head(),
                 reported,
-                checkpoint=self.checkpointer.last,
+                checkpoint=self._checkpointer.last,
                 numbers=numbers,
                 duration_s=duration_s,
             )
@@ -190,32 +192,30 @@ class Ending:
         try:
             self.run_dir.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             with replacing(self.run_dir.path / "model.pt") as partial:
-                torch.save(self._job.store.state_dict(), partial)
+                torch.save(self._basis.state.store.state_dict(), partial)
         except (OSError, RuntimeError) as error:  # RuntimeError: from torch's writer
             reason = getattr(error, "strerror", None) or first_line(error)
             return reason or type(error).__name__
         return None
 
     def _head(self) -> dict[str, Any]:
-        job = self._job
         return head_of(
             self._prepared.config,
             self._topology,
             pid=os.getpid(),
             earlier_attempts=self._earlier,
             link=self._link,
-            threads=job.threads,
-            lr=job.lr,
-            resumed_from=job.resumed_from,
+            threads=self._basis.threads,
+            lr=self._basis.lr,
+            resumed_from=self._basis.state.resumed_from,
             versions={"torch": torch.__version__, "python": platform.python_version()},
         )
 
-    def _failure(self, outcome: Outcome) -> dict[str, Any]:
-        facts = self.side.facts(outcome.rank) if self.side else {}
+    def _failure(self, outcome: Outcome, facts_of: FactsOf) -> dict[str, Any]:
         return {
             **failure_of(outcome.rank, self.run_dir.path),
-            **self._job.server.circumstances(),
-            "process": facts,
+            **self._server.circumstances(),
+            "process": dict(facts_of(outcome.rank)),
         }
 
     def _remove_empty_stacks(self) -> None:

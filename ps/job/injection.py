@@ -12,7 +12,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from ps.host import libc
-from ps.protocol import Evaluate, Result, Train
+from ps.protocol import Assignment, Result
 from ps.settings.errors import ConfigError
 from ps.settings.faults import AT_UPDATE, Fault
 from ps.settings.log import log
@@ -86,11 +86,10 @@ class _Faulty:
         self._at_update = at_update
         self._slow = slow
 
-    def do(self, order: Train | Evaluate) -> Result:
-        if order.weights is not None:
-            self._at_update(order.weights.version)
+    def do(self, assignment: Assignment) -> Result:
+        self._at_update(assignment.weights.version)
         start = time.monotonic()
-        result = self._worker.do(order)
+        result = self._worker.do(assignment)
         time.sleep((self._slow - 1) * (time.monotonic() - start))
         return result
 

@@ -36,7 +36,7 @@ class Prepared:
     """With the options of that run; the workload is resolved, and its files are there."""
 
 
-def ready_bound_s(config: Config) -> float:
+def ready_timeout_s(config: Config) -> float:
     """How long the other ranks wait for rank 0, which may have to fetch data."""
     return catalogue.FETCH_BOUND_S + config.start_timeout
 

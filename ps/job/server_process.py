@@ -13,7 +13,7 @@ from typing import Any
 
 from ps.host import libc, resources
 from ps.host.looks import ServerSide
-from ps.host.processes import Identity, Peer
+from ps.host.processes import Identity
 from ps.host.signals import Phase, Signals
 from ps.host.watch import Watch, leave
 from ps.job import injection
@@ -25,7 +25,7 @@ from ps.job.injection import Injection
 from ps.job.preparation import Prepared
 from ps.job.trainer_process import open_stacks, peer_of, work
 from ps.links import channel
-from ps.links.choice import ServerEnd, choose
+from ps.links.choice import choose
 from ps.links.in_process import InProcessLink
 from ps.links.rendezvous import Rendezvous
 from ps.links.shelf import Shelf

@@ -44,9 +44,7 @@ def _step(spec: str, every_text: str, factor_text: str) -> Callable[[int, int], 
     return lambda update, total: factor ** (update // every)
 
 
-def factor_by_version(
-    spec: str, total_updates: Callable[[], int]
-) -> Callable[[int], float] | None:
+def factor_by_version(spec: str, total_updates: Callable[[], int]) -> Callable[[int], float] | None:
     """The factor for the update that the version counts up to; None where it is always 1.
 
     total_updates is asked each time, as it changes when a run goes on.

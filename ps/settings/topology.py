@@ -82,6 +82,15 @@ class Topology:
         return role_of(self.rank)
 
     @property
+    def ranks(self) -> range:
+        return range(self.world_size)
+
+    @property
+    def own_trainers(self) -> tuple[int, ...]:
+        """The trainers that are part of the server's process."""
+        return (SERVER_RANK,) if self.is_alone else ()
+
+    @property
     def trainers(self) -> tuple[int, ...]:
         """The ranks that train: 1 to N-1, or rank 0 itself at world size 1."""
         return (SERVER_RANK,) if self.is_alone else tuple(range(1, self.world_size))
