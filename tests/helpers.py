@@ -16,24 +16,28 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from tests.jobs import ROOT
 from ps.host.processes import Identity, Peer
-from ps.links.calls import InProcessLink
 from ps.links.choice import Link
+from ps.links.in_process import InProcessLink
 from ps.model.flat import FlatModel
 from ps.model.passes import Passes
-from ps.model.randomness import step_seed
+from ps.model.randomness import permutation, step_seed
 from ps.model.store import Store
-from ps.server.compute import Compute, OnServer, OnTrainers
+from ps.server.compute import Compute, ServerCompute, TrainerCompute
 from ps.server.metrics import Metrics
-from ps.server.orders import Orders, Plan, permutation
-from ps.server.server import Outcome, ParameterServer
+from ps.server.orders import Orders, Plan
+from ps.server.roll import Outcome
+from ps.server.server import ParameterServer
+from ps.server.shuffler import Shuffler
+from ps.server.state import TrainingState, begin
+from ps.server.training import Training
 from ps.settings.topology import Topology
 from ps.trainer.loading import Loader
 from ps.trainer.trainer import train
-from ps.trainer.worker import ServerSideWorker, TrainerSideWorker, Worker
+from ps.trainer.worker import ServerComputeWorker, TrainerComputeWorker, Worker
 from ps.workload import Workload, fetch
 from ps.workloads.checks import make_model
+from tests.jobs import ROOT
 
 Optimizer = Callable[[nn.Module], torch.optim.Optimizer]
 COMPUTE = ("server", "trainer")
@@ -56,14 +60,23 @@ class Parts:
     """A server in this process, and what it is made of."""
 
     server: ParameterServer
-    store: Store
-    orders: Orders
-    metrics: Metrics
+    state: TrainingState
     compute: Compute
     workload: Workload
-    plan: Plan
     passes: Passes
     trainers: tuple[int, ...]
+
+    @property
+    def store(self) -> Store:
+        return self.state.store
+
+    @property
+    def orders(self) -> Orders:
+        return self.state.orders
+
+    @property
+    def metrics(self) -> Metrics:
+        return self.state.metrics
 
     @property
     def outcome(self) -> Outcome:
@@ -89,9 +102,10 @@ def server_of(
     optimizer: Optimizer = sgd,
     slice_size: int = 40,
     max_lag: int | None = None,
-    lookahead: int = 0,
+    prefetch: int = 0,
     passes: Passes | None = None,
     skip_nonfinite: bool = False,
+    after_update: Callable[[int], None] = lambda version: None,
 ) -> Parts:
     """batch_size is the number of samples of an order, passes.batch_size that of one pass."""
     trainers, passes = tuple(trainers), passes or Passes()
@@ -105,33 +119,39 @@ def server_of(
         batches_per_update=len(trainers) if max_lag == 0 else 1,
     )
     model = passes.prepare(make_model(workload, passes.seed))
-    store, orders, metrics = Store(model, optimizer(model)), Orders(plan), Metrics(plan, trainers)
-    place: Compute
-    place = OnServer(store, trainers, passes) if compute == "server" else OnTrainers(store)
-    server = ParameterServer(
-        *(store, orders, metrics, place),
-        trainers=trainers,
-        max_lag=max_lag,
-        lookahead=lookahead,
-        skip_nonfinite=skip_nonfinite,
+    orders = Orders(plan, Shuffler(plan.seed, plan.num_train_samples, plan.epochs))
+    state = begin(
+        plan,
+        Store(model, optimizer(model)),
+        orders,
+        Metrics(plan, trainers),
+        clock=time.monotonic,
     )
-    return Parts(server, store, orders, metrics, place, workload, plan, passes, trainers)
+    place: Compute
+    place = ServerCompute(state, trainers, passes) if compute == "server" else TrainerCompute(state)
+    training = Training(
+        *(state, place, trainers),
+        max_lag=max_lag,
+        prefetch=prefetch,
+        skip_nonfinite=skip_nonfinite,
+        after_update=after_update,
+    )
+    server = ParameterServer(training, trainers)
+    return Parts(server, state, place, workload, passes, trainers)
 
 
 def worker(trainer: int, link: Link, parts: Parts) -> Worker:
     """A trainer's worker, that has joined."""
     passes, loader = parts.passes, Loader(parts.workload.train, parts.passes)
-    if isinstance(parts.compute, OnServer):
+    if isinstance(parts.compute, ServerCompute):
         link.join(trainer, None)
-        return ServerSideWorker(trainer, link, parts.workload, passes, loader)
+        return ServerComputeWorker(trainer, link, parts.workload, passes, loader)
     model = passes.prepare(make_model(parts.workload, passes.seed))
     flat = FlatModel(model)
     link.join(trainer, flat.describe())
     mailbox = link.open_mailbox(flat)
     flat.move_to(mailbox.weights, keep_values=False)
-    return TrainerSideWorker(
-        parts.workload, model, flat, mailbox, passes, loader, by_message=link.by_message
-    )
+    return TrainerComputeWorker(parts.workload, model, flat, mailbox, passes, loader)
 
 
 def run_threads(be: Callable[[int], object], trainers: Iterable[int]) -> None:

@@ -19,7 +19,7 @@ STOP_FRACTION = 0.03
 BUSY_CORES = 0.1
 
 
-class Doing(Enum):
+class Activity(Enum):
     """Whose turn it is, between the server and one trainer."""
 
     WORKING = "works on an order"
@@ -28,8 +28,8 @@ class Doing(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    doing: Doing
+class Mark:
+    activity: Activity
     since: float
     """Seconds of the monotonic clock."""
 
@@ -76,7 +76,7 @@ class Look:
     memory: Memory | None = None
     halted_since: Mapping[int, float] = field(default_factory=dict)
     """Ranks that cannot run, and when that was first seen."""
-    marks: Mapping[int, tuple[Progress, float, float]] = field(default_factory=dict)
+    marks: Mapping[int, tuple[Mark, float, float]] = field(default_factory=dict)
     """By rank: progress, when it was first seen, and the CPU time then of whose turn it is."""
     warned: bool = False
     """Whether memory is short, and that was said."""
@@ -85,7 +85,7 @@ class Look:
 def judge(
     before: Look | None,
     now: Look,
-    progress: Mapping[int, Progress],
+    progress: Mapping[int, Mark],
     stall_timeout_s: float | None,
 ) -> tuple[Look, Sequence[Finding]]:
     """The look to keep, and what is wrong, the worst first. Pure."""
@@ -109,8 +109,8 @@ def _halted_since(before: Look | None, now: Look) -> dict[int, float]:
 
 
 def _marks(
-    before: Look | None, now: Look, progress: Mapping[int, Progress]
-) -> dict[int, tuple[Progress, float, float]]:
+    before: Look | None, now: Look, progress: Mapping[int, Mark]
+) -> dict[int, tuple[Mark, float, float]]:
     earlier = before.marks if before else {}
     marks = {}
     for rank, made in progress.items():
@@ -124,8 +124,8 @@ def _marks(
     return marks
 
 
-def _whose_turn(rank: int, made: Progress) -> int:
-    return SERVER_RANK if made.doing is Doing.SERVED else rank
+def _whose_turn(rank: int, made: Mark) -> int:
+    return SERVER_RANK if made.activity is Activity.SERVED else rank
 
 
 def _gone(look: Look) -> list[Finding]:
@@ -145,9 +145,7 @@ def loss_of(rank: int, reading: Reading) -> Finding:
     return Finding(rank, text, code, is_gone=True, is_quiet=reading.exit_code == 0)
 
 
-def _stalled(
-    look: Look, progress: Mapping[int, Progress], timeout_s: float | None
-) -> list[Finding]:
+def _stalled(look: Look, progress: Mapping[int, Mark], timeout_s: float | None) -> list[Finding]:
     if timeout_s is None:
         return []
     findings = []
@@ -158,7 +156,7 @@ def _stalled(
             findings.append(Finding(rank, text, Stalled.exit_code, is_halted=True))
     for rank, made in progress.items():
         for_s = look.at - made.since
-        if for_s < timeout_s or made.doing is Doing.WAITING or rank in look.halted_since:
+        if for_s < timeout_s or made.activity is Activity.WAITING or rank in look.halted_since:
             continue
         culprit = _whose_turn(rank, made)
         who = "it" if culprit == rank else f"a call of trainer rank {rank}"

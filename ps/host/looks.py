@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ps.host import health, resources
-from ps.host.health import Finding, Look, Memory, Progress
+from ps.host.health import Finding, Look, Mark, Memory
 from ps.host.processes import Peer, Reading
 from ps.host.stacks import dump_stacks, size_of, stacks_path
 from ps.settings.errors import Stalled
@@ -38,10 +38,10 @@ HEALTH_FILE = "health.jsonl"
 class Watched(Protocol):
     """What the server tells of its trainers, and takes."""
 
-    def progress(self) -> Mapping[int, Progress]:
+    def progress(self) -> Mapping[int, Mark]:
         """Of those that have joined and not left."""
 
-    def found(self, finding: Finding) -> None:
+    def report(self, finding: Finding) -> None:
         """End the job for it."""
 
 
@@ -111,7 +111,7 @@ class ServerSide:
 
         def tell() -> None:
             for finding in findings:
-                self._server.found(finding)
+                self._server.report(finding)
                 if finding.exit_code:
                     self._known.add((finding.rank, finding.exit_code))
 
@@ -150,6 +150,17 @@ class ServerSide:
             time.sleep(0.01)
             reading = peer.read()
         return None if reading.is_alive else health.loss_of(trainer, reading)
+
+    def disconnected(self, trainer: int, how: str) -> None:
+        """temporary"""
+        from ps.settings.errors import PeerLost
+
+        gone = Finding(trainer, how, PeerLost.exit_code, is_gone=True)
+        if trainer in self._server.progress():
+            reason = self.explain(trainer) or gone
+            self._server.report(reason)
+            if reason.rank != trainer:
+                self._server.report(gone)
 
     def lost_before(self) -> Finding | None:
         """The loss of a rank that was not told to end, if any: for when this one is told."""

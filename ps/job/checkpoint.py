@@ -122,7 +122,7 @@ class Checkpointer:
     def __init__(
         self,
         checkpoints: Checkpoints,
-        state: Callable[[], State],
+        state: Callable[..., Any],
         interval_s: float | None = None,
     ) -> None:
         """state makes the snapshot, in the thread, and may raise if there is none."""
@@ -163,11 +163,10 @@ class Checkpointer:
     def save(self) -> None:
         """Save now, if anything is new. Blocks. Of others than the thread, only before start()."""
         try:
-            state = self._state()
-            mark = (state["store"]["version"], state["orders"])
-            if mark != self._saved:
-                self.last = self._checkpoints.write(state, state["store"]["version"])
-                self._saved = mark
+            snapshot = self._state(copy=not self._closing)
+            if snapshot.progress != self._saved:
+                self.last = self._checkpoints.write(snapshot.content, snapshot.version)
+                self._saved = snapshot.progress
         except Exception as error:  # whatever it is, training goes on
             if not self._failing:
                 reason = first_line(error) or type(error).__name__

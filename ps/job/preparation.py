@@ -35,6 +35,10 @@ class Prepared:
     config: Config
     """With the options of that run; the workload is resolved, and its files are there."""
 
+    @property
+    def ready_timeout_s(self) -> float:
+        return ready_timeout_s(self.config)
+
 
 def ready_timeout_s(config: Config) -> float:
     """How long the other ranks wait for rank 0, which may have to fetch data."""

@@ -118,3 +118,12 @@ def _device_of(args: Sequence[Any], options: Mapping[str, Any]) -> torch.device:
         if isinstance(value, torch.Tensor):
             return value.device
     return torch.device(options.get("device") or "cpu")
+
+
+def permutation(seed: int, epoch: int, length: int) -> Sequence[int]:
+    """temporary"""
+    from array import array
+
+    draw = random.Random(f"{seed}-{epoch}").random
+    keys = [draw() for _ in range(length)]
+    return array("q", sorted(range(length), key=keys.__getitem__))
