@@ -197,7 +197,7 @@ class Ending:
             "compute": config.compute,
             "link": self._link,
             "precision": config.precision,
-            "staleness": config.staleness,
+            "max_lag": config.max_lag,
             "workload": config.workload,
             "epochs": config.epochs,
             "threads": job.threads,

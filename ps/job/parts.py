@@ -70,7 +70,7 @@ def server_parts(
         batch_size=config.batch_size * config.accumulate,
         epochs=config.epochs,
         seed=config.seed,
-        batches_per_update=len(topology.trainers) if config.max_lag == 0 else 1,
+        batches_per_update=len(topology.trainers) if config.lag_limit == 0 else 1,
     )
     threads = threads_of(topology, config)
     torch.set_num_threads(threads)
@@ -115,7 +115,7 @@ def server_parts(
         metrics,
         compute,
         trainers=topology.trainers,
-        max_lag=config.max_lag,
+        max_lag=config.lag_limit,
         lookahead=config.num_workers and config.num_workers + 1,
         skip_nonfinite=config.on_nonfinite == "skip",
     )
