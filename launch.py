@@ -21,7 +21,7 @@ from ps.job.preparation import prepare, ready_bound_s
 from ps.settings import log
 from ps.settings.config import parse_args
 from ps.settings.errors import CheckpointUnusable, ConfigError, Interrupted, Orphaned, PsError
-from ps.settings.topology import Topology
+from ps.settings.topology import Origin, Topology
 
 RPC_THREAD = "rpc"
 
@@ -29,10 +29,9 @@ RPC_THREAD = "rpc"
 def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
     """Parse, place, run; returns the exit code of this process."""
     signals.end_at_once()
-    rank = environ.get("RANK") or "0"
-    log.configure("server" if rank == "0" else "trainer", rank)
-    error_file = environ.get("TORCHELASTIC_ERROR_FILE")
-    if (code := rundir.refused(error_file)) is not None:
+    origin = Origin.from_environ(environ)
+    log.configure(origin.role, origin.rank_text)
+    if (code := rundir.refused(origin.error_file)) is not None:
         return code  # an earlier attempt has said why, and another would say the same
     try:
         config = parse_args(argv)
@@ -57,10 +56,10 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
 
         return run_trainer(topology, config, watch)
     except PsError as error:
-        if rank == "0" and isinstance(error, ConfigError | CheckpointUnusable):
-            rundir.refuse(error_file, error.exit_code)
+        if origin.is_server and isinstance(error, ConfigError | CheckpointUnusable):
+            rundir.refuse(origin.error_file, error.exit_code)
         is_orphaned = isinstance(error, Orphaned)
-        if rank != "0" and "TORCHELASTIC_RUN_ID" in environ and not is_orphaned:
+        if not origin.is_server and origin.is_under_torchrun and not is_orphaned:
             # Rank 0 sees the same, or is the cause: torchrun names the rank that exits first.
             time.sleep(HOLD_S)
         log.log.error("%s", error)

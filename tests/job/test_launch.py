@@ -26,7 +26,7 @@ def launch(*args: str, env: dict[str, str] | None = None) -> subprocess.Complete
         env={"PATH": ""} | (env or {}),
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=60,
     )
 
 
