@@ -1,4 +1,7 @@
-"""The ways in which a job can fail, each with its exit code. Not all of them are raised."""
+"""The ways in which a job can fail, each with its exit code.
+
+Some are never raised: they only give a finding its exit code.
+"""
 
 from __future__ import annotations
 
@@ -70,5 +73,5 @@ class Interrupted(BaseException):
 
 
 def first_line(error: object) -> str:
-    """Of its text, without the C++ stack that torch puts behind it; empty if it has none."""
+    """The first line of its text, without the C++ stack that torch appends; may be empty."""
     return (str(error).splitlines() or [""])[0]
