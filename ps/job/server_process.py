@@ -20,7 +20,7 @@ from ps.job import injection
 from ps.job.build import Basis, TrainerParts, build_basis, build_server
 from ps.job.checkpoint import Checkpointer, Checkpoints
 from ps.job.ending import Ending
-from ps.job.failure import is_explained, outcome_of, show_traceback
+from ps.job.failure import outcome_of, show_traceback
 from ps.job.injection import Injection
 from ps.job.preparation import Prepared
 from ps.job.trainer_process import open_stacks, peer_of, work
@@ -31,7 +31,7 @@ from ps.links.rendezvous import Rendezvous
 from ps.links.shelf import Shelf
 from ps.server.roll import Outcome
 from ps.settings.config import LR, Config
-from ps.settings.errors import Orphaned
+from ps.settings.errors import Orphaned, is_explained
 from ps.settings.log import log
 from ps.settings.topology import Topology
 

@@ -19,7 +19,7 @@ from ps.host.processes import Identity, Peer
 from ps.host.stacks import stacks_path
 from ps.host.watch import GIL_GRACE_S, HOLD_S, Watch
 from ps.job.build import TrainerParts, threads_of
-from ps.job.failure import exit_code_of, in_one_line, show_traceback
+from ps.job.failure import in_one_line, show_traceback
 from ps.job.injection import Injection
 from ps.job.preparation import ready_timeout_s
 from ps.job.report import report_without_server
@@ -29,7 +29,7 @@ from ps.links.choice import Link, connect
 from ps.links.rendezvous import Rendezvous
 from ps.links.shelf import take_from
 from ps.settings.config import Config
-from ps.settings.errors import PeerLost
+from ps.settings.errors import PeerLost, exit_code_of
 from ps.settings.log import log
 from ps.settings.topology import SERVER_RANK, Topology
 from ps.trainer.trainer import train

@@ -76,7 +76,7 @@ def config_of(workload: str = "small", **options: Any) -> Config:
 
 
 def in_step(**options: Any) -> Config:
-    return config_of(staleness="0", momentum=0.9, lr_schedule="linear", **options)
+    return config_of(max_lag="0", momentum=0.9, lr_schedule="linear", **options)
 
 
 class Job:

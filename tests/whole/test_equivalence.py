@@ -109,7 +109,7 @@ def in_step(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Done]:
         if (compute, time) not in kept:
             done = run_job(
                 tmp_path_factory.mktemp("in-step"),
-                *("--workload", "tests.plugins:plain", "--compute", compute, "--staleness", "0"),
+                *("--workload", "tests.plugins:plain", "--compute", compute, "--max-lag", "0"),
                 *("--epochs", "2", *COMMON),
             )
             assert done.exit_code == 0, done.text

@@ -24,7 +24,7 @@ from tests.whole.test_job import assert_ended
 
 pytestmark = pytest.mark.torchrun
 
-ENDLESS = ("--epochs", "1000", "--batch-size", "8", "--staleness", "10")
+ENDLESS = ("--epochs", "1000", "--batch-size", "8", "--max-lag", "10")
 """No trainer runs through an epoch alone."""
 PLAIN = ("--workload", "tests.plugins:plain", *ENDLESS)
 BEFORE = "epoch 1/1000 evaluated"
@@ -197,7 +197,7 @@ def test_a_loss_that_is_not_finite_ends_the_job_and_its_samples_are_told(
 
 def test_a_loss_that_is_not_finite_can_be_left_out_and_the_job_is_done(start: StartJob) -> None:
     args = ("--workload", "tests.plugins:plain", "--epochs", "2", "--batch-size", "8")
-    skip = ("--staleness", "10", "--on-nonfinite", "skip", "--inject", "nan:1@60")
+    skip = ("--max-lag", "10", "--on-nonfinite", "skip", "--inject", "nan:1@60")
     done = start(*args, *skip).wait()
     assert done.exit_code == 0, done.text
     report = done.report

@@ -26,7 +26,7 @@ PLAIN = (
     *("--workload", "tests.plugins:plain", "--batch-size", "8", "--epochs", str(EPOCHS)),
     *("--threads", "1"),
 )
-IN_STEP = (*PLAIN, "--staleness", "0", "--momentum", "0.9", "--lr-schedule", "linear")
+IN_STEP = (*PLAIN, "--max-lag", "0", "--momentum", "0.9", "--lr-schedule", "linear")
 
 Run = Callable[[str], Done]
 
@@ -98,7 +98,7 @@ def test_a_stopped_job_in_step_ends_bit_for_bit_as_one_that_was_not(
     assert f"after {updates} of {UPDATES} updates" in done.text
     assert_equal(done.model, whole.model, within=0)
     assert done.report["resumed_from"] == first.report["checkpoint"]
-    for key in ("updates", "samples_trained", "history", "test_accuracy", "compute", "staleness"):
+    for key in ("updates", "samples_trained", "history", "test_accuracy", "compute", "max_lag"):
         assert done.report[key] == whole.report[key]
     assert (done.report["updates"], done.report["samples_trained"]) == (UPDATES, SAMPLES)
 
