@@ -51,8 +51,13 @@ class Ending:
         """link is the name of the one that joins the ranks, None at world size 1."""
         config = prepared.config
         self.run_dir = prepared.run_dir
+        source = prepared.resume_from
+        self._in_place = source is not None and source.resolve() == self.run_dir.path.resolve()
         self.checkpointer = Checkpointer(
-            Checkpoints(self.run_dir.path, config.keep), job.state, config.checkpoint_interval_s
+            Checkpoints(self.run_dir.path, config.keep),
+            job.snapshot,
+            interval_s=config.checkpoint_interval_s,
+            newest=job.resumed_from if self._in_place else None,
         )
         self.side: ServerSide | None = None
         self._job = job
@@ -77,8 +82,7 @@ class Ending:
         except OSError as error:
             reason = f"{self.run_dir.path} cannot be written: {error.strerror}"
             raise LaunchError(reason) from None
-        source = prepared.resume_from
-        if source is not None and source.resolve() != self.run_dir.path.resolve():
+        if prepared.resume_from is not None and not self._in_place:
             self.checkpointer.save()  # or this folder, the latest from now on, has none
         self.run_dir.publish()
         self.checkpointer.start()
@@ -137,8 +141,9 @@ class Ending:
             if self._outcome is None:
                 is_done = self._job.server.outcome == Outcome("done")
                 if not self.checkpointer.close(DONE_BOUND_S if is_done else SAVE_BOUND_S):
-                    last = self.checkpointer.last
-                    log.warning("the last state is not saved; the newest checkpoint is %s", last)
+                    newest = self.checkpointer.newest
+                    there = f"the newest one is {newest}" if newest else "there is no other"
+                    log.warning("no checkpoint of the end of training could be saved; %s", there)
                 self._outcome = self._tell()
                 self._remove_empty_stacks()
         return self._outcome
@@ -178,7 +183,7 @@ class Ending:
             return final_report(
                 self._head(),
                 reported,
-                checkpoint=self.checkpointer.last,
+                checkpoint=self.checkpointer.newest,
                 numbers=numbers,
                 duration_s=duration_s,
             )

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ps.host import resources
-from ps.job.checkpoint import Checkpoints, State
+from ps.job.checkpoint import Checkpoints, Snapshot, State
 from ps.job.injection import Injection
 from ps.links.choice import Link
 from ps.model.devices import choose_devices, place
@@ -52,6 +52,12 @@ class ServerParts:
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds. Training stands still for as long as it takes to copy it."""
         return {**self.server.state(), "job": _identity(self.plan)}
+
+    def snapshot(self, *, copy: bool) -> Snapshot:
+        """See TakeSnapshot."""
+        state = self.state()
+        version = state["store"]["version"]
+        return Snapshot(version, (version, state["orders"]), state)
 
 
 def server_parts(
