@@ -20,7 +20,7 @@ from ps.job import rundir
 from ps.job.preparation import prepare, ready_bound_s
 from ps.settings import log
 from ps.settings.config import parse_args
-from ps.settings.errors import CheckpointUnusable, ConfigError, Interrupted, Orphaned, PsError
+from ps.settings.errors import Interrupted, Orphaned, PsError
 from ps.settings.topology import Topology
 
 RPC_THREAD = "rpc"
@@ -57,8 +57,8 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
 
         return run_trainer(topology, config, watch)
     except PsError as error:
-        if rank == "0" and isinstance(error, ConfigError | CheckpointUnusable):
-            rundir.refuse(error_file, error.exit_code)
+        if rank == "0":
+            rundir.refuse_if_final(error_file, error.exit_code)
         is_orphaned = isinstance(error, Orphaned)
         if rank != "0" and "TORCHELASTIC_RUN_ID" in environ and not is_orphaned:
             # Rank 0 sees the same, or is the cause: torchrun names the rank that exits first.

@@ -23,7 +23,7 @@ from ps.host.looks import TrainerSide
 from ps.host.processes import Identity, Peer
 from ps.host.stacks import stacks_path
 from ps.host.watch import GIL_GRACE_S, HOLD_S, Watch, leave
-from ps.job import injection
+from ps.job import injection, rundir
 from ps.job.checkpoint import Checkpointer, Checkpoints
 from ps.job.ending import Ending
 from ps.job.injection import Injection
@@ -101,6 +101,7 @@ def run_server(topology: Topology, prepared: Prepared, watch: Watch) -> int:
         ending.stop(Outcome("interrupted", error.exit_code, str(error)), loss=loss)
     watch.close()
     outcome = ending.finish()
+    rundir.refuse_if_final(topology.error_file, outcome.exit_code)  # torchrun may end this rank now
     if end is not None and job.server.all_left:
         end.close()
     if outcome.rank_ends:
