@@ -90,8 +90,7 @@ class Ending:
         except OSError as error:
             reason = f"{self.run_dir.path} cannot be written: {error.strerror}"
             raise LaunchError(reason) from None
-        source = prepared.resume_from
-        if source is not None and source.resolve() != self.run_dir.path.resolve():
+        if prepared.resume_from is not None and not prepared.is_in_place:
             self._checkpointer.save()  # or this folder, the latest from now on, has none
         self.run_dir.publish()
         self._checkpointer.start()
@@ -141,9 +140,9 @@ class Ending:
         is_done = self._server.outcome == Outcome("done")
         timeout_s = self._signals.left_s(DONE_TIMEOUT_S if is_done else SAVE_TIMEOUT_S)
         if not self._checkpointer.close(timeout_s):
-            last = self._checkpointer.last
-            seen = f"the newest checkpoint is {last}" if last else "there is no checkpoint"
-            log.warning("the last state is not saved; %s", seen)
+            newest = self._checkpointer.newest
+            there = f"the newest one is {newest}" if newest else "there is no other"
+            log.warning("no checkpoint of the end of training could be saved; %s", there)
 
     def _tell(self, facts_of: FactsOf) -> Outcome:
         outcome, numbers = self._server.result()
@@ -180,7 +179,7 @@ class Ending:
             return final_report(
                 self._head(),
                 reported,
-                checkpoint=self._checkpointer.last,
+                checkpoint=self._checkpointer.newest,
                 numbers=numbers,
                 duration_s=duration_s,
             )

@@ -37,7 +37,14 @@ class Prepared:
 
     @property
     def ready_timeout_s(self) -> float:
+        """See the function of that name."""
         return ready_timeout_s(self.config)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the run goes on in the folder that it goes on from."""
+        source = self.resume_from
+        return source is not None and source.resolve() == self.run_dir.path.resolve()
 
 
 def ready_timeout_s(config: Config) -> float:

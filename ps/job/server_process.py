@@ -16,7 +16,7 @@ from ps.host.looks import ServerSide
 from ps.host.processes import Identity
 from ps.host.signals import Phase, Signals
 from ps.host.watch import Watch, leave
-from ps.job import injection
+from ps.job import injection, rundir
 from ps.job.build import Basis, TrainerParts, build_basis, build_server
 from ps.job.checkpoint import Checkpointer, Checkpoints
 from ps.job.ending import Ending
@@ -79,7 +79,8 @@ class ServerProcess:
         checkpointer = Checkpointer(
             Checkpoints(run_dir, config.keep),
             self._basis.state.snapshot,
-            config.checkpoint_interval_s,
+            interval_s=config.checkpoint_interval_s,
+            newest=self._basis.state.resumed_from if prepared.is_in_place else None,
         )
         self._server = build_server(
             topology, config, self._basis, _AfterUpdate(topology, config, checkpointer)
@@ -103,6 +104,8 @@ class ServerProcess:
             self._stop_for(error)
         self._watch.close()
         outcome = self._ending.finish(self._facts)
+        # Now, as torchrun may end this rank before its exit code is seen.
+        rundir.refuse_if_final(self._topology.error_file, outcome.exit_code)
         if self._server.all_left:
             self._end.close()
         if outcome.rank_ends:

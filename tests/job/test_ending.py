@@ -400,7 +400,7 @@ def test_the_results_are_written_though_all_was_saved_when_the_run_directory_was
     run.begin()
     run.train()
     run.ending.checkpointer.due()
-    until(lambda: run.ending.checkpointer.last is not None, BOUND_S)
+    until(lambda: run.ending.checkpointer.newest is not None, BOUND_S)
     time.sleep(0.05)
     shutil.rmtree(run.path)
     run.ending.finish()
@@ -551,18 +551,28 @@ def test_a_folder_that_cannot_be_written_is_told_before_training(run: Started) -
     run.path.unlink()
 
 
-@pytest.mark.slow
-def test_a_last_state_that_is_not_saved_is_told_and_so_is_what_is_left(
-    run: Started, warnings: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_where_the_end_is_not_saved_the_newest_checkpoint_is_named_if_there_is_one(
+    tmp_path: Path, warnings: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ps.job.ending.SAVE_BOUND_S", 0.1)
-    monkeypatch.setattr(run.ending.checkpointer._checkpoints, "write", lambda *_: time.sleep(1))
-    run.begin()
-    run.parts.server.stop(Outcome("failed", 1, "boom"))
-    run.ending.finish()
-    assert warnings.records[0].getMessage() == (
-        "the last state is not saved; the newest checkpoint is None"
-    )
+    """Also if it is of the run that this one goes on with, in the same folder."""
+
+    def fail(*args: object) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    first = Run(tmp_path / "kept")
+    first.update()
+    first.end()
+    [checkpoint] = checkpoints_in(first.folder)
+    monkeypatch.setattr(Checkpoints, "write", fail)
+    for run, newest in (
+        (Run(tmp_path / "kept", resume=str(first.folder)), str(checkpoint)),
+        (Run(tmp_path / "new"), None),
+    ):
+        warnings.clear()
+        run.end()
+        assert run.report["checkpoint"] == newest
+        assert [message for message in warnings.messages if "None" in message] == []
+        assert newest is None or any(newest in message for message in warnings.messages)
 
 
 def test_a_disk_that_is_read_only_by_then_keeps_nothing_from_ending(
