@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from ps.host.health import Doing, Finding, Progress
-from ps.model.gradients import mean_gradients
+from ps.model.gradients import check_gradients, mean_gradients
 from ps.model.store import Store
 from ps.protocol import Evaluate, Evaluated, Finished, Order, Result, Train, Trained, Wait
 from ps.server.compute import Compute, Contribution, OnServer
@@ -253,7 +253,7 @@ class ParameterServer:
         try:
             if not math.isfinite(result.loss):
                 raise TrainingFailed(f"the loss is {result.loss}")
-            self._store.check(contribution.gradients, contribution.blocks)
+            check_gradients(contribution.gradients, self._store.names, contribution.blocks)
         except TrainingFailed as error:
             return error
         return contribution

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ps.model.flat import FlatModel
 from ps.model.mailbox import Mailbox
 from ps.model.passes import Passes
-from ps.model.randomness import seed_process, step_seed
+from ps.model.randomness import evaluation_seed, loss_seed, seed_process, step_seed
 from ps.protocol import Evaluate, Evaluated, Push, Result, Server, Train, Trained
 from ps.settings.errors import TrainingFailed
 from ps.trainer.loading import Loader
@@ -45,11 +45,11 @@ class ServerSideWorker:
     def _train(self, order: Train) -> Trained:
         self._loader.expect(order)
         samples, loss_sum, gradient = len(order.indices), 0.0, None
-        for part, indices in enumerate(self._passes.parts(order.indices)):
+        for number, indices in enumerate(self._passes.micro_batches(order.indices)):
             if gradient is not None:
                 self._server.backward(self._trainer, gradient)
-            inputs, targets = self._loader.batch(order, part, indices)
-            seed_process(step_seed(self._passes.seed, order.epoch, order.batch, part))
+            inputs, targets = self._loader.batch(order, number, indices)
+            seed_process(loss_seed(self._passes.seed, order.epoch, order.batch, number))
             outputs = self._server.forward(self._trainer, order.epoch, order.batch, inputs)
             loss = self._workload.loss(outputs.requires_grad_(), targets)
             _backward(loss, len(indices), samples)
@@ -61,6 +61,7 @@ class ServerSideWorker:
         return Trained(order.epoch, order.batch, samples, loss_sum / samples, gradient)
 
     def _evaluate(self, order: Evaluate) -> Evaluated:
+        seed_process(evaluation_seed(self._passes.seed, order.epoch, order.slice))
         inputs, targets = fetch(self._workload.test, range(order.start, order.stop))
         return _evaluated(
             order, self._workload, self._server.evaluate(self._trainer, inputs), targets
@@ -113,9 +114,9 @@ class TrainerSideWorker:
         self._loader.expect(order)
         samples, loss_sum = len(order.indices), 0.0
         self._used.clear()
-        for part, indices in enumerate(self._passes.parts(order.indices)):
-            inputs, targets = self._loader.batch(order, part, indices)
-            seed_process(step_seed(self._passes.seed, order.epoch, order.batch, part))
+        for number, indices in enumerate(self._passes.micro_batches(order.indices)):
+            inputs, targets = self._loader.batch(order, number, indices)
+            seed_process(step_seed(self._passes.seed, order.epoch, order.batch, number))
             outputs = self._passes.run(self._model, inputs)
             loss = self._workload.loss(outputs, targets)
             _backward(loss, len(indices), samples)
@@ -135,6 +136,7 @@ class TrainerSideWorker:
         return Push(order.weights.version, unused, self._mailbox.gradients, buffers)
 
     def _evaluate(self, order: Evaluate) -> Evaluated:
+        seed_process(evaluation_seed(self._passes.seed, order.epoch, order.slice))
         inputs, targets = fetch(self._workload.test, range(order.start, order.stop))
         self._model.eval()
         with torch.inference_mode():
