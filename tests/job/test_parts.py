@@ -281,7 +281,7 @@ def test_the_schedule_ends_with_the_job_when_the_number_of_trainers_changes(
         assert job.parts.orders.updates_left == total - 3
         job.finish()
         assert job.parts.store.version == total
-        [group] = job.parts.store._optimizer.param_groups
+        [group] = job.parts.store.optimizer.options
         assert group["lr"] == pytest.approx(job.parts.lr / total)
 
 
