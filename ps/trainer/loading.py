@@ -95,7 +95,7 @@ _source: tuple[Samples, int] | None = None
 
 def _become_loader_process(samples: Samples, seed: int, parent: int) -> None:
     global _source
-    signals.end_at_once()
+    signals.restore_defaults()
     if sys.platform == "linux":
         os.setpgid(0, 0)  # torchrun's signals reach the whole group; these end with their parent
     libc.end_with_parent(parent)
