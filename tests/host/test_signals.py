@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
-
 from benchmarks.jobs import ROOT
+
 from ps.host.processes import FROM_TORCHRUN, SHOW_STACKS
 from ps.host.signals import Phase, Signals, restore_defaults
 from ps.settings.errors import Interrupted

@@ -15,6 +15,8 @@ from typing import Any, cast
 
 import pytest
 import torch
+from ps.job.parts import ServerParts, server_parts
+from ps.job.run import _after_update
 
 from ps.host.gate import Gate
 from ps.host.health import Doing, Finding
@@ -24,10 +26,8 @@ from ps.host.stacks import stacks_path
 from ps.host.watch import Watch
 from ps.job.checkpoint import Checkpointer, Checkpoints, read
 from ps.job.ending import Ending
-from ps.job.parts import ServerParts, server_parts
 from ps.job.preparation import Prepared, prepare
 from ps.job.report import report_without_server
-from ps.job.run import _after_update
 from ps.job.rundir import RunDirectory, checkpoints_in, options_of
 from ps.protocol import Train
 from ps.server.metrics import EpochRecord

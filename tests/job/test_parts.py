@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from ps.job.parts import ServerParts, server_parts
 from torch import Tensor, nn
 
 from ps.job.checkpoint import Checkpoints
-from ps.job.parts import ServerParts, server_parts
 from ps.model.passes import Passes
 from ps.protocol import Evaluate, Finished, Order, Train
 from ps.server.server import Outcome

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from benchmarks.jobs import ROOT
+
 from ps.host.health import Finding
 from ps.host.stacks import stacks_path
 from ps.job.report import (

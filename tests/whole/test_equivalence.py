@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.jobs import Done, run_job
 from ps.model.passes import Passes
-from ps.server.orders import permutation
+from ps.model.randomness import permutation
 from ps.settings.config import Config
 from ps.workload import fetch
 from tests import plugins
@@ -28,6 +27,7 @@ from tests.helpers import (
     start,
     train_alone,
 )
+from tests.jobs import Done, run_job
 
 pytestmark = pytest.mark.torchrun
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from tests.jobs import Done, Job
-from tests.leftovers import MARK, Leftovers
 from ps.host.looks import HEALTH_FILE, LOCK_BOUND_S
 from ps.host.stacks import stacks_path
 from ps.host.watch import GIL_GRACE_S
 from ps.job.checkpoint import Checkpoints, read
 from tests.helpers import COMPUTE
+from tests.jobs import Done, Job
+from tests.leftovers import MARK, Leftovers
 from tests.whole.test_job import assert_ended
 
 pytestmark = pytest.mark.torchrun

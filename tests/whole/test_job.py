@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from benchmarks.idle import busy_fractions
-from tests.jobs import Job, mnist_folder, run_job
 from ps.workload import fetch
 from ps.workloads import mnist_files
 from tests import plugins
 from tests.helpers import COMPUTE
+from tests.jobs import Job, mnist_folder, run_job
 
 pytestmark = pytest.mark.torchrun
 

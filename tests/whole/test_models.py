@@ -18,7 +18,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.jobs import Job
 from ps.model.passes import Passes
 from ps.protocol import Train
 from ps.workload import Workload, fetch
@@ -31,6 +30,7 @@ from tests.helpers import (
     train_all,
     train_alone,
 )
+from tests.jobs import Job
 from tests.plugins import Points, embedding, perceptron, some_digits
 
 pytestmark = pytest.mark.slow

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import Done, Job
 from ps.job.checkpoint import Checkpoints, read
 from ps.job.rundir import checkpoints_in, has_checkpoints, is_done
 from tests.helpers import COMPUTE, assert_equal, until
+from tests.jobs import Done, Job
 from tests.whole.test_job import assert_ended
 
 pytestmark = pytest.mark.torchrun
