@@ -166,8 +166,8 @@ class Peer:
             with suppress(psutil.Error):
                 self._process.send_signal(SHOW_STACKS)
 
-    def go_on(self) -> None:
-        """If it is stopped."""
+    def resume(self) -> None:
+        """Have it go on, if it is stopped."""
         if self._process is not None:
             with suppress(psutil.Error):
                 self._process.send_signal(signal.SIGCONT)

@@ -17,7 +17,7 @@ import torch
 
 from ps.host.files import replacing
 from ps.host.health import Finding
-from ps.host.looks import LOCK_BOUND_S, ServerSide
+from ps.host.monitors import LOCK_TIMEOUT_S, JobMonitor, Limits
 from ps.host.processes import Peer
 from ps.host.stacks import dump_stacks, stacks_path
 from ps.host.timeouts import call_with_timeout
@@ -48,7 +48,7 @@ class Ending:
         self.checkpointer = Checkpointer(
             Checkpoints(self.run_dir.path, config.keep), job.state, config.checkpoint_interval_s
         )
-        self.side: ServerSide | None = None
+        self.side: JobMonitor | None = None
         self._job = job
         self._link = link
         self._topology = topology
@@ -76,10 +76,12 @@ class Ending:
         self.run_dir.publish()
         self.checkpointer.start()
 
-    def watch_ranks(self, peers: Mapping[int, Peer], watch: Watch) -> None:
+    def watch_ranks(
+        self, peers: Mapping[int, Peer], watch: Watch, limits: Limits = Limits()
+    ) -> None:
         """All ranks have arrived: from now on the server looks at them."""
         config, server = self._prepared.config, self._job.server
-        self.side = ServerSide(
+        self.side = JobMonitor(
             server,
             peers,
             self._topology.rank,
@@ -87,6 +89,7 @@ class Ending:
             stall_timeout_s=config.stall_timeout_s,
             memory_limit_bytes=config.memory_limit_bytes,
             on_stuck=self._end_stuck,
+            limits=limits,
         )
         server.explain = self.side.explain
         server.arrived()
@@ -98,7 +101,7 @@ class Ending:
         *,
         loss: Finding | None = None,
         abandoned: Iterable[int] = (),
-        bound_s: float = LOCK_BOUND_S,
+        bound_s: float = LOCK_TIMEOUT_S,
     ) -> None:
         """End the job, for what was lost before if anything was. From any thread.
 
@@ -108,7 +111,7 @@ class Ending:
 
         def stop() -> None:
             if loss is not None:
-                server.found(loss)
+                server.report(loss)
             server.stop(outcome, abandoned)
 
         try:

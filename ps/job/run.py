@@ -19,7 +19,7 @@ import torch
 
 from ps.host import libc, resources, stacks
 from ps.host.health import Finding
-from ps.host.looks import TrainerSide
+from ps.host.monitors import ServerMonitor
 from ps.host.processes import Identity, Peer
 from ps.host.signals import Phase, Signals
 from ps.host.stacks import stacks_path
@@ -171,7 +171,7 @@ def run_trainer(topology: Topology, config: Config, watch: Watch) -> int:
 
 def _watch_server(
     topology: Topology, config: Config, run_dir: Path, rendezvous: Rendezvous, watch: Watch
-) -> TrainerSide:
+) -> ServerMonitor:
     """Leave when the server has ended without saying so, or stalls."""
     server, me = (_peer_of(rendezvous, rank) for rank in (SERVER_RANK, topology.rank))
 
@@ -183,10 +183,10 @@ def _watch_server(
             log.error("%s", finding.cause)
         # A server that has ended by itself is the root cause; torchrun stops this rank soon,
         # unless it saw nothing wrong.
-        holds = finding.is_gone and not finding.is_quiet
+        holds = finding.is_seen_by_torchrun
         watch.end_later(finding.exit_code, HOLD_S if holds else 0.0)
 
-    side = TrainerSide(
+    side = ServerMonitor(
         server,
         me,
         topology.rank,

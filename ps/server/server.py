@@ -12,7 +12,7 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.futures import Future
 
-from ps.host.health import Doing, Finding, Progress
+from ps.host.health import Activity, Finding, Mark
 from ps.model.gradients import mean_gradients
 from ps.model.store import Store
 from ps.protocol import Evaluate, Evaluated, Finished, Order, Result, Train, Trained, Wait
@@ -92,7 +92,7 @@ class ParameterServer:
         self._skip_nonfinite = skip_nonfinite
         self._evaluated = orders.evaluating
         """The newest epoch whose evaluation was opened."""
-        self._progress: dict[int, Progress] = {}  # each written by its trainer's calls alone
+        self._progress: dict[int, Mark] = {}  # each written by its trainer's calls alone
 
     @property
     def all_left(self) -> bool:
@@ -103,14 +103,14 @@ class ParameterServer:
     def outcome(self) -> Outcome | None:
         return self._outcome
 
-    def progress(self) -> dict[int, Progress]:
-        """See watch.Watched."""
+    def progress(self) -> dict[int, Mark]:
+        """See monitors.MonitoredServer."""
         return {t: made for t, made in dict(self._progress).items() if t in self._present}
 
     def arrived(self) -> None:
         """All trainers are there: from now on each is expected to make progress."""
         for trainer in tuple(self._present):
-            self._does(trainer, Doing.WORKING)
+            self._does(trainer, Activity.WORKING)
 
     def circumstances(self) -> dict[str, object]:
         """What the rank with the cause was doing, and what went wrong later, in plain values."""
@@ -141,14 +141,14 @@ class ParameterServer:
     def join(self, trainer: int, layout: str | None) -> None:
         """See protocol.Calls."""
         self._compute.check_layout(trainer, layout)
-        self._does(trainer, Doing.WORKING)
+        self._does(trainer, Activity.WORKING)
 
     def next_order(self, trainer: int, result: Result | None) -> Future[Order]:
         """Take the finished order in; the future gives the next one.
 
         What is left of backward runs here, in the caller's thread, beside that of others.
         """
-        self._does(trainer, Doing.SERVED)
+        self._does(trainer, Activity.SERVED)
         reply: Future[Order] = Future()
         lines: list[str | None] = []
         contribution = self._contribution(trainer, result) if isinstance(result, Trained) else None
@@ -157,7 +157,7 @@ class ParameterServer:
             if result is not None and self._outcome is None:
                 lines.append(self._take(trainer, result, contribution, now))
                 lines.append(self._metrics.progress(now))
-            self._does(trainer, Doing.WAITING, now)
+            self._does(trainer, Activity.WAITING, now)
             self._waiting[trainer] = (now, reply)
             answers = self._answers(now)
         self._send(answers, lines)
@@ -165,22 +165,22 @@ class ParameterServer:
 
     def forward(self, trainer: int, epoch: int, batch: int, inputs: Tensor) -> Tensor:
         """See protocol.Calls. Runs in the caller's thread, beside those of other trainers."""
-        self._does(trainer, Doing.SERVED)
+        self._does(trainer, Activity.SERVED)
         outputs = self._on_server.forward(trainer, epoch, batch, inputs)
-        self._does(trainer, Doing.WORKING)
+        self._does(trainer, Activity.WORKING)
         return outputs
 
     def backward(self, trainer: int, output_gradient: Tensor) -> None:
         """See protocol.Calls. As forward."""
-        self._does(trainer, Doing.SERVED)
+        self._does(trainer, Activity.SERVED)
         self._on_server.backward(trainer, output_gradient)
-        self._does(trainer, Doing.WORKING)
+        self._does(trainer, Activity.WORKING)
 
     def evaluate(self, trainer: int, inputs: Tensor) -> Tensor:
         """See protocol.Calls. The weights stay as they are while an evaluation is open."""
-        self._does(trainer, Doing.SERVED)
+        self._does(trainer, Activity.SERVED)
         outputs = self._on_server.evaluate(trainer, inputs)
-        self._does(trainer, Doing.WORKING)
+        self._does(trainer, Activity.WORKING)
         return outputs
 
     def leave(self, trainer: int) -> None:
@@ -201,12 +201,12 @@ class ParameterServer:
         gone = Finding(trainer, how, PeerLost.exit_code, is_gone=True)
         if trainer in self._present:
             reason = self.explain(trainer) or gone
-            self.found(reason)
+            self.report(reason)
             if reason.rank != trainer:
-                self.found(gone)
+                self.report(gone)
 
-    def found(self, finding: Finding) -> None:
-        """See watch.Watched."""
+    def report(self, finding: Finding) -> None:
+        """See monitors.MonitoredServer."""
         rank, cause = finding.rank, finding.cause
         if not finding.exit_code:
             log.warning("%s", cause)
@@ -340,7 +340,7 @@ class ParameterServer:
         if self._lookahead:
             self._tell_ahead(orders)
         for trainer in orders:
-            self._does(trainer, Doing.WORKING, now)
+            self._does(trainer, Activity.WORKING, now)
         return [(self._waiting.pop(t)[1], self._complete(t, o)) for t, o in orders.items()]
 
     def _tell_ahead(self, orders: dict[int, Order]) -> None:
@@ -401,12 +401,12 @@ class ParameterServer:
         order, made = self._orders.held_by(rank), self._progress.get(rank)
         return {
             "last_order": order and _facts(order),
-            "doing": made.doing.value if made else None,
+            "doing": made.activity.value if made else None,
             "since_s": time.monotonic() - made.since if made else None,
         }
 
-    def _does(self, trainer: int, doing: Doing, now: float | None = None) -> None:
-        self._progress[trainer] = Progress(doing, time.monotonic() if now is None else now)
+    def _does(self, trainer: int, activity: Activity, now: float | None = None) -> None:
+        self._progress[trainer] = Mark(activity, time.monotonic() if now is None else now)
 
     @staticmethod
     def _send(answers: Sequence[Answer], lines: Sequence[str | None] = ()) -> None:
