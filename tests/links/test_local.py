@@ -156,12 +156,6 @@ def test_another_user_is_refused_on_either_side(
         answer_challenge(stranger, bytes.fromhex(address.key))
 
 
-def test_who_is_at_the_other_end_is_known_by_the_kernel() -> None:
-    first, second = socket.socketpair(socket.AF_UNIX)
-    with first, second:
-        assert channel.user_of(first) == os.getuid()
-
-
 def test_who_connects_and_says_nothing_keeps_nobody_waiting(parts: Parts, end: LocalServer) -> None:
     silent = [raw(address_of(end)) for _ in range(20)]
     link = LocalLink(address_of(end), 1, 5.0)
