@@ -136,7 +136,7 @@ def _push(config: Config, parameters: int, port: int, budget_s: float, results: 
     server = connect(invitation, rendezvous, config)
     layout = flat.describe()
     server.join(TRAINER, layout)
-    mailbox = server.open_mailbox(flat)
+    server.open_mailbox(flat)
 
     def push() -> None:
         nonlocal reply

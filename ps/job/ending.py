@@ -15,6 +15,7 @@ import torch
 
 from ps.host.files import replacing
 from ps.host.health import Finding
+from ps.host.monitors import LOCK_TIMEOUT_S
 from ps.host.signals import Signals
 from ps.host.stacks import dump_stacks, stacks_path
 from ps.host.timeouts import call_with_timeout
@@ -38,8 +39,6 @@ from ps.settings.errors import LaunchError, first_line
 from ps.settings.log import log
 from ps.settings.topology import Topology
 
-LOCK_TIMEOUT_S = 10.0
-"""Nothing that goes on holds the server's lock for so long."""
 SAVE_TIMEOUT_S = 25.0
 DONE_TIMEOUT_S = 600.0
 

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ps.host import libc, resources
-from ps.host.looks import ServerSide
+from ps.host.monitors import JobMonitor
 from ps.host.processes import Identity
 from ps.host.signals import Phase, Signals
 from ps.host.watch import Watch, leave
@@ -89,7 +89,7 @@ class ServerProcess:
         self._ending = Ending(
             topology, prepared, self._basis, self._server, checkpointer, self._end.name, signals
         )
-        self._monitor: ServerSide | None = None
+        self._monitor: JobMonitor | None = None
 
     def run(self) -> int:
         """Returns the exit code."""
@@ -135,10 +135,10 @@ class ServerProcess:
         }
         return json.dumps(announced)
 
-    def _watch_ranks(self) -> ServerSide:
+    def _watch_ranks(self) -> JobMonitor:
         """All ranks have arrived: from now on the server looks at them."""
         peers = {rank: peer_of(self._rendezvous, rank) for rank in self._topology.ranks}
-        self._monitor = ServerSide(
+        self._monitor = JobMonitor(
             self._server,
             peers,
             self._topology.rank,

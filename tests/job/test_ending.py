@@ -19,7 +19,8 @@ from ps.job.parts import ServerParts, server_parts
 from ps.job.run import _after_update
 
 from ps.host.gate import Gate
-from ps.host.health import Doing, Finding
+from ps.host.health import Activity, Finding
+from ps.host.monitors import Limits
 from ps.host.processes import Identity, Peer
 from ps.host.signals import Signals
 from ps.host.stacks import stacks_path
@@ -236,8 +237,8 @@ class Started:
         assert isinstance(order, Train)
         return order
 
-    def look_at(self, peers: Mapping[int, Peer]) -> None:
-        self.ending.watch_ranks(peers, Watch(Signals()))
+    def look_at(self, peers: Mapping[int, Peer], limits: Limits = Limits()) -> None:
+        self.ending.watch_ranks(peers, Watch(Signals()), limits)
 
 
 @pytest.fixture
@@ -369,7 +370,7 @@ def test_stacks_are_named_and_files_without_any_are_removed(run: Started) -> Non
     run.begin()
     for rank, content in ((0, ""), (1, "Thread 0x1:\n"), (2, "")):
         stacks_path(run.path, rank).write_text(content)
-    run.parts.server.found(Finding(1, "it has made no progress", 5))
+    run.parts.server.report(Finding(1, "it has made no progress", 5))
     run.ending.finish()
     assert run.report["failure"]["stacks"] == str(stacks_path(run.path, 1))
     assert [path.name for path in run.path.glob("stacks-*")] == ["stacks-rank-1.txt"]
@@ -379,7 +380,7 @@ def test_stacks_of_another_rank_are_not_those_of_the_cause(run: Started) -> None
     run.begin()
     stacks_path(run.path, 1).write_text("Thread 0x1:\n")
     stacks_path(run.path, 2).write_text("")
-    run.parts.server.found(Finding(2, "it has made no progress", 5))
+    run.parts.server.report(Finding(2, "it has made no progress", 5))
     run.ending.finish()
     assert run.report["failure"]["stacks"] is None
 
@@ -456,7 +457,7 @@ def test_what_a_trainer_has_reported_stays_the_cause_if_the_server_goes_on_after
     run.begin()
     run.take_order(1)
     report_without_server(run.path, STOPPED, {"pid": 7})
-    run.parts.server.found(Finding(1, "ended with exit code 5", 4, is_gone=True))
+    run.parts.server.report(Finding(1, "ended with exit code 5", 4, is_gone=True))
     run.parts.server.stop(Outcome("interrupted", 143, "stopped by SIGTERM"))
     outcome = run.ending.finish()
     assert outcome == Outcome("failed", 5, CAUSE)
@@ -497,16 +498,15 @@ def test_a_server_whose_lock_is_never_given_back_tells_so_and_ends(
     """An update that hangs, as the watching thread finds it."""
     codes: list[int] = []
     monkeypatch.setattr("ps.job.ending.leave", codes.append)
-    monkeypatch.setattr("ps.host.looks.LOCK_BOUND_S", 0.7)
     run.begin()
     with sleeper() as process, sleeper() as other:
         me = Peer(Identity.of(os.getpid()))
-        run.look_at({0: me, 1: peer_of(process), 2: peer_of(other)})
+        run.look_at({0: me, 1: peer_of(process), 2: peer_of(other)}, Limits(lock_timeout_s=0.7))
         assert run.ending.side is not None
         run.take_order(1)
         run.ending.side.look()
         with run.parts.store.lock:
-            run.parts.server._does(1, Doing.SERVED, time.monotonic() - 400)
+            run.parts.server._does(1, Activity.SERVED, time.monotonic() - 400)
             run.ending.side.look()
             assert codes == []
             run.ending.side.look()

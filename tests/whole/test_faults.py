@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ps.host.looks import HEALTH_FILE, LOCK_BOUND_S
+from ps.host.monitors import HEALTH_FILE, LOCK_TIMEOUT_S
 from ps.host.stacks import stacks_path
 from ps.host.watch import GIL_GRACE_S
 from ps.job.checkpoint import Checkpoints, read
@@ -177,7 +177,7 @@ def test_a_server_that_holds_the_gil_ends_by_itself_and_shows_where(start: Start
 
 def test_a_rank_that_leaks_is_named_before_the_memory_is_gone(start: StartJob) -> None:
     done = start(*PLAIN, "--memory-limit", "3GiB", "--inject", "leak:2@600").wait()
-    assert_told(done, 2, 6, "trainer rank 2: the job uses ")
+    assert_told(done, 2, 6, "trainer rank 2: memory is short")
     assert "of 3072 MiB" in done.report["cause"]
     assert seconds_after(done, "a fault will be injected") < 5 + OVER_S
     assert saved_version(done) == done.report["updates"]
@@ -252,7 +252,7 @@ def test_an_update_that_hangs_with_the_servers_lock_is_found_and_shows_where(
     done = start(*PLAIN, *STALL, "--inject", "hang:0@60").wait()
     failure = assert_told(done, 0, 5, "server rank 0: a call of trainer rank ")
     assert re.search(r"no progress for 1[345] s \(--stall-timeout\)", done.report["cause"])
-    bound_s = STALL_S + LOCK_BOUND_S
+    bound_s = STALL_S + LOCK_TIMEOUT_S
     assert bound_s < seconds_after(done) < bound_s + OVER_S / 2
     assert "in _hang" in Path(failure["stacks"]).read_text()
     assert_root_cause(done, 0)
