@@ -17,7 +17,7 @@ from collections.abc import MutableMapping, Sequence
 from ps.host import gate, resources, signals
 from ps.host.watch import HOLD_S, Watch
 from ps.job import rundir
-from ps.job.preparation import prepare, ready_bound_s
+from ps.job.preparation import prepare, ready_timeout_s
 from ps.settings import log
 from ps.settings.config import parse_args
 from ps.settings.errors import Interrupted, Orphaned, PsError
@@ -52,7 +52,7 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
             return run_server(topology, prepared, watch)
         watch.take_signals(signals.by_handle())
         watch.start()
-        gate.wait(topology, resources.usable_cores(), ready_bound_s(config))
+        gate.wait(topology, resources.usable_cores(), ready_timeout_s(config))
         from ps.job.run import run_trainer
 
         return run_trainer(topology, config, watch)

@@ -28,7 +28,7 @@ from ps.job.checkpoint import Checkpointer, Checkpoints
 from ps.job.ending import Ending
 from ps.job.injection import Injection
 from ps.job.parts import ServerParts, TrainerParts, server_parts, threads_of
-from ps.job.preparation import Prepared, ready_bound_s
+from ps.job.preparation import Prepared, ready_timeout_s
 from ps.job.report import report_without_server
 from ps.links import channel
 from ps.links.calls import InProcessLink
@@ -139,7 +139,7 @@ def run_trainer(topology: Topology, config: Config, watch: Watch) -> int:
         PsError: the job could not start, or the server is lost.
     """
     rendezvous = Rendezvous(topology, config.start_timeout)
-    announced = json.loads(rendezvous.announced(ready_bound_s(config)))
+    announced = json.loads(rendezvous.announced(ready_timeout_s(config)))
     if announced["shelf"]:
         take_from(channel.Address(**announced["shelf"]), config.start_timeout)
     config = Config.from_json(announced["config"])
