@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ps.host import processes
 from ps.host.gate import Gate
-from ps.job import doctor, rundir
+from ps.job import preflight, rundir
 from ps.job.rundir import RunDirectory
 from ps.settings.config import Config, parse_args
 from ps.settings.errors import ConfigError
@@ -140,7 +140,7 @@ def prepare(topology: Topology, config: Config, argv: Sequence[str] = ()) -> Pre
     else:
         run_dir = RunDirectory.create(start.run_dir, topology.error_file)
     try:
-        doctor.require(doctor.cheap_checks(config, topology.world_size))
+        preflight.require(preflight.preflight_checks(config, topology.world_size))
         config = replace(config, workload=catalogue.resolve(config))
     except BaseException:
         run_dir.discard()
