@@ -81,8 +81,14 @@ class RunDirectory:
         return cls(path, (), _own(path))
 
     def discard(self) -> None:
-        """Take back what create() made: the run never started."""
+        """Remove what create() made: the run never started."""
         remove_empty(self._created)
+
+    def close(self) -> None:
+        """Let another run write there. A process that ends does so too."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def publish(self) -> None:
         """Point runs/latest here, if this is one of runs/."""

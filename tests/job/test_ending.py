@@ -70,8 +70,7 @@ class Run:
         argv = ["--run-dir", str(self.folder), "--threads", "1"]
         argv += ["--resume", options["resume"]] if "resume" in options else []
         prepared = prepare(ALONE, config, argv)
-        assert prepared.run_dir._lock is not None
-        os.close(prepared.run_dir._lock)  # another of this process may go on there
+        prepared.run_dir.close()  # another of this process may go on there
         earlier = Checkpoints(prepared.resume_from) if prepared.resume_from else None
         self.job: ServerParts = server_parts(ALONE, prepared.config, earlier)
         self.ending = Ending(self.job, ALONE, prepared, None)
