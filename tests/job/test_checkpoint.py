@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,10 @@ import pytest
 import torch
 
 from ps.job import rundir
-from ps.job.checkpoint import Checkpointer, Checkpoints, Snapshot, State, read
-from ps.protocol import Train
+from ps.job.checkpoint import Checkpointer, Checkpoints, read
+from ps.server.state import Content, Snapshot
 from ps.settings.errors import CheckpointUnusable, TrainingFailed
-from tests.helpers import end_processes, next_line, run_threads, server_of, start, until
+from tests.helpers import end_processes, next_line, run_threads, server_of, start, train_all, until
 from tests.plugins import perceptron
 
 TIMEOUT_S = 10.0
@@ -52,7 +53,7 @@ def versions(checkpoints: Checkpoints) -> list[int]:
 
 
 def newest_version(checkpoints: Checkpoints) -> int | None:
-    found: list[State] = []
+    found: list[Content] = []
     checkpoints.newest(found.append)
     return found[0]["version"] if found else None
 
@@ -169,7 +170,7 @@ def test_damaged_ones_are_named_and_the_newest_before_them_is_used(
     oldest, good, *bad = checkpoints.paths()
     for path in (oldest, *bad):
         spoil(path)
-    restored: list[State] = []
+    restored: list[Content] = []
     assert checkpoints.newest(restored.append) == good
     assert [state["version"] for state in restored] == [20]
     for message, path in zip(warnings.messages, reversed(bad), strict=True):
@@ -183,7 +184,7 @@ def test_one_of_another_job_is_named_with_the_difference_and_the_one_before_is_u
 ) -> None:
     checkpoints = written(tmp_path, 10, 20)
 
-    def restore(state: State) -> None:
+    def restore(state: Content) -> None:
         if state["version"] == 20:
             raise CheckpointUnusable("seed is 1 there")
 
@@ -207,7 +208,7 @@ def test_if_none_can_be_used_it_is_an_error_with_its_own_exit_code(tmp_path: Pat
 def test_an_error_of_restoring_that_is_no_fault_of_the_file_is_not_swallowed(
     tmp_path: Path,
 ) -> None:
-    def restore(state: State) -> None:
+    def restore(state: Content) -> None:
         raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError, match=r"^out of memory$"):
@@ -443,7 +444,7 @@ class Recorded(Checkpoints):
         self.writing = threading.Event()
         self.versions: list[int] = []
 
-    def write(self, state: State, version: int) -> Path:
+    def write(self, state: Content, version: int) -> Path:
         self.writing.set()
         assert self.may_write.wait(TIMEOUT_S)
         self.writing.clear()
@@ -668,13 +669,12 @@ def test_asking_does_not_wait_for_a_snapshot_or_a_disk(
 
 def test_training_goes_on_while_a_file_is_written(checkpoints: Recorded) -> None:
     """The file then holds the state as it was when its writing began."""
-    parts = server_of(perceptron())
+    parts = server_of(perceptron(num_train=16))
     checkpoints.may_write.clear()
 
     def take_snapshot(*, copy: bool) -> Snapshot:
-        state = parts.server.state()
-        version = state["store"]["version"]
-        return Snapshot(version, version, {**state, "version": version})
+        snapshot = parts.state.snapshot(copy=copy)
+        return replace(snapshot, content={**snapshot.content, "version": snapshot.version})
 
     checkpointer = Checkpointer(checkpoints, take_snapshot)
     checkpointer.start()
@@ -683,17 +683,10 @@ def test_training_goes_on_while_a_file_is_written(checkpoints: Recorded) -> None
     checkpointer.due()
     assert checkpoints.writing.wait(TIMEOUT_S)
 
-    def train_three_batches(trainer: int) -> None:
-        worker, result = parts.worker(trainer), None
-        for _ in range(4):
-            order = parts.server.next_order(trainer, result).wait()
-            assert isinstance(order, Train)
-            result = worker.do(order)
-
-    run_threads(train_three_batches, [1])
-    assert parts.store.version == 3
+    train_all(parts)
+    assert parts.store.version == 2
     assert checkpoints.versions == []
     checkpoints.may_write.set()
     assert checkpointer.close(TIMEOUT_S)
-    assert versions(checkpoints) == [0, 3]
+    assert versions(checkpoints) == [0, 2]
     assert not thread.is_alive()
