@@ -20,7 +20,6 @@ from typing import Any, cast
 import psutil
 import pytest
 
-from tests.jobs import ROOT
 from ps.host import processes
 from ps.host.processes import (
     GONE,
@@ -35,6 +34,7 @@ from ps.host.processes import (
     list_processes,
 )
 from tests.helpers import has_ended, peer_of, sleeper, spawned, until
+from tests.jobs import ROOT
 
 BOUND_S = 5.0
 PTRACE_ATTACH = 16

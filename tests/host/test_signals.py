@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import ROOT
 from ps.host import signals
 from ps.host.processes import FROM_TORCHRUN
 from ps.settings.errors import Interrupted
+from tests.jobs import ROOT
 
 
 @pytest.fixture(autouse=True)

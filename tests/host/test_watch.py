@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from tests.jobs import ROOT
 from ps.host import looks
 from ps.host import watch as watch_module
 from ps.host.health import Doing, Finding, Progress
@@ -26,6 +25,7 @@ from ps.host.processes import Identity, Peer
 from ps.host.stacks import stacks_path
 from ps.host.watch import Watch
 from tests.helpers import has_ended, peer_of, sleeper, spawned, until
+from tests.jobs import ROOT
 
 BOUND_S = 5.0
 LONG_S = 30.0

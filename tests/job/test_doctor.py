@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 import psutil
 import pytest
 
-from tests.jobs import ROOT
 from ps import __main__ as command
 from ps.host import resources, signals
 from ps.host.processes import Process, list_processes
@@ -27,6 +26,7 @@ from ps.job.doctor import Finding
 from ps.settings.config import Config
 from ps.settings.errors import LaunchError
 from ps.workloads import mnist_files
+from tests.jobs import ROOT
 
 MIB, GIB = 1 << 20, 1 << 30
 NOT_OF_THIS_HOST = "192.0.2.1"  # reserved for documentation

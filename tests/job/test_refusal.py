@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import ROOT
 from ps.job.rundir import refuse, refused
+from tests.jobs import ROOT
 
 
 def error_file(folder: Path, attempt: int = 0, rank: int = 0, job: str = "job_x7") -> str:

@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.jobs import ROOT
 from ps.model.passes import Passes
 from ps.protocol import Train
 from ps.trainer.loading import Loader
+from tests.jobs import ROOT
 
 
 class Noisy:
