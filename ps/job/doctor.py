@@ -194,7 +194,7 @@ def data(config: Config, mnist_fault: str | None) -> Judgement:
         return "ok", f"the files of MNIST in {config.data_dir} are complete{chosen}"
     how = f"a run will fetch them from {config.data_mirror}"
     if name == "auto":
-        how += f" call_with_timeout {AUTO_FETCH_BOUND_S:.0f} s, or take digits"
+        how += f" within {AUTO_FETCH_BOUND_S:.0f} s, or take digits"
     return "warning", f"{mnist_fault}; put the four files of MNIST there, or {how}"
 
 

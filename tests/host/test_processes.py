@@ -20,7 +20,6 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks.jobs import ROOT
 from ps.host.processes import (
     GONE,
     STOPPED,
@@ -34,6 +33,7 @@ from ps.host.processes import (
     list_processes,
 )
 from tests.helpers import has_ended, peer_of, sleeper, spawned, until
+from tests.jobs import ROOT
 
 TIMEOUT_S = 5.0
 PTRACE_ATTACH = 16

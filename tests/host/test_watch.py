@@ -16,12 +16,12 @@ from typing import Any, cast
 
 import pytest
 
-from benchmarks.jobs import ROOT
 from ps.host.processes import Peer
 from ps.host.signals import Signals
 from ps.host.watch import Watch
 from ps.settings.errors import Interrupted
 from tests.helpers import until
+from tests.jobs import ROOT
 
 TIMEOUT_S = 5.0
 LONG_S = 30.0

@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from benchmarks.jobs import ROOT
 from ps import __main__ as command
 from ps.host import resources, signals
 from ps.job import doctor, preflight
@@ -26,6 +25,7 @@ from ps.job.preflight import CheckResult
 from ps.links import rpc
 from ps.settings.config import Config
 from ps.workloads import mnist_files
+from tests.jobs import ROOT
 
 MIB, GIB = 1 << 20, 1 << 30
 OK, WARNING, FAILED = (

@@ -13,12 +13,12 @@ from typing import NoReturn
 
 import pytest
 
-from benchmarks.jobs import ROOT
 from ps.host import resources
 from ps.job import preflight
 from ps.job.preflight import Check, CheckResult, preflight_checks, require, worst
 from ps.settings.config import Config
 from ps.settings.errors import LaunchError
+from tests.jobs import ROOT
 
 MIB, GIB = 1 << 20, 1 << 30
 NOT_OF_THIS_HOST = "192.0.2.1"  # reserved for documentation
