@@ -22,8 +22,9 @@ import pytest
 import torch
 
 from ps.job import rundir
-from ps.job.checkpoint import Checkpointer, Checkpoints, Snapshot, State, read
+from ps.job.checkpoint import Checkpointer, Checkpoints, read
 from ps.protocol import Train
+from ps.server.state import Content, Snapshot
 from ps.settings.errors import CheckpointUnusable, TrainingFailed
 from tests.helpers import end_processes, next_line, run_threads, server_of, start, until
 from tests.plugins import perceptron
@@ -52,7 +53,7 @@ def versions(checkpoints: Checkpoints) -> list[int]:
 
 
 def newest_version(checkpoints: Checkpoints) -> int | None:
-    found: list[State] = []
+    found: list[Content] = []
     checkpoints.newest(found.append)
     return found[0]["version"] if found else None
 
@@ -169,7 +170,7 @@ def test_damaged_ones_are_named_and_the_newest_before_them_is_used(
     oldest, good, *bad = checkpoints.paths()
     for path in (oldest, *bad):
         spoil(path)
-    restored: list[State] = []
+    restored: list[Content] = []
     assert checkpoints.newest(restored.append) == good
     assert [state["version"] for state in restored] == [20]
     for message, path in zip(warnings.messages, reversed(bad), strict=True):
@@ -183,7 +184,7 @@ def test_one_of_another_job_is_named_with_the_difference_and_the_one_before_is_u
 ) -> None:
     checkpoints = written(tmp_path, 10, 20)
 
-    def restore(state: State) -> None:
+    def restore(state: Content) -> None:
         if state["version"] == 20:
             raise CheckpointUnusable("seed is 1 there")
 
@@ -207,7 +208,7 @@ def test_if_none_can_be_used_it_is_an_error_with_its_own_exit_code(tmp_path: Pat
 def test_an_error_of_restoring_that_is_no_fault_of_the_file_is_not_swallowed(
     tmp_path: Path,
 ) -> None:
-    def restore(state: State) -> None:
+    def restore(state: Content) -> None:
         raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError, match=r"^out of memory$"):
@@ -443,7 +444,7 @@ class Recorded(Checkpoints):
         self.writing = threading.Event()
         self.versions: list[int] = []
 
-    def write(self, state: State, version: int) -> Path:
+    def write(self, state: Content, version: int) -> Path:
         self.writing.set()
         assert self.may_write.wait(TIMEOUT_S)
         self.writing.clear()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ps.model.passes import Passes
-from ps.server.orders import permutation
+from ps.model.randomness import permutation
 from ps.settings.config import Config
 from ps.workload import fetch
 from tests import plugins

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from ps.host.looks import HEALTH_FILE, LOCK_BOUND_S
 
+from ps.host.monitors import HEALTH_FILE, LOCK_TIMEOUT_S
 from ps.host.stacks import stacks_path
 from ps.host.watch import GIL_GRACE_S
 from tests.helpers import COMPUTE
@@ -160,7 +160,7 @@ def test_an_update_that_hangs_with_the_servers_lock_is_found_and_shows_where(
     done = start(*PLAIN, *STALL, "--inject", "hang:0@60").wait()
     failure = expect_failed(done, rank=0, exit_code=5)
     assert "--stall-timeout" in done.report["cause"]
-    bound_s = STALL_S + LOCK_BOUND_S
+    bound_s = STALL_S + LOCK_TIMEOUT_S
     assert bound_s < seconds_after(done) < bound_s + OVER_S / 2
     assert "in _hang" in Path(failure["stacks"]).read_text()
     assert done.root_cause == 0
