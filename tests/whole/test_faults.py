@@ -15,7 +15,8 @@ import pytest
 
 from benchmarks.jobs import Done, Job
 from benchmarks.leftovers import MARK, Leftovers
-from ps.host.monitors import HEALTH_FILE, LOCK_TIMEOUT_S
+from ps.host.findings import HEALTH_FILE
+from ps.host.monitors import LOCK_TIMEOUT_S
 from ps.host.stacks import stacks_path
 from ps.host.watch import GIL_GRACE_S
 from ps.job.checkpoint import Checkpoints, read
