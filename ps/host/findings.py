@@ -18,7 +18,7 @@ class Reporter:
     """Reports findings from a thread of its own.
 
     Who stands still may hold the server's lock, and the thread that watches must go on looking.
-    What could not be reported meanwhile is found again by the next look.
+    A finding that could not be reported meanwhile comes again with the next look.
     """
 
     def __init__(self, report: Callable[[Finding], None], timeout_s: float) -> None:

@@ -1,4 +1,4 @@
-"""What a rank looks at, once an interval: the server at all ranks, a trainer at the server."""
+"""What the thread that watches does: the server looks at all ranks, a trainer at the server."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class JobMonitor:
             known_s = time.monotonic() - since
 
     def lost_before(self) -> Finding | None:
-        """What went wrong before this process was asked to end, if anything did."""
+        """The finding from before this process was asked to end, if there is one. Any thread."""
         if standstill := self._standstill():
             return standstill
         for rank in self._server.progress():
@@ -249,7 +249,7 @@ class _Peers:
 
 
 def _memory_of(readings: Mapping[int, Reading], limit_bytes: int | None) -> Memory | None:
-    """See Memory.of(); None also if the host does not tell what it has left."""
+    """See Memory.of(); None also where the memory of the host cannot be read."""
     try:
         available = resources.available_memory_bytes()
     except OSError:

@@ -18,7 +18,7 @@ from ps.settings.log import log
 
 INTERVAL_S = 0.5
 HOLD_S = 10.0
-"""A trainer that has lost the server waits for torchrun, which names whoever ends first."""
+"""How long a rank with an error lives on, so that torchrun sees the rank with the cause first."""
 GIL_GRACE_S = 3.0
 """Longer than the other ranks need to notice a stall, so that they name it first."""
 LAST_LOOK_TIMEOUT_S = 5.0
@@ -40,10 +40,11 @@ class Watch:
         last_look_timeout_s: float = LAST_LOOK_TIMEOUT_S,
         leave: Callable[[int], object] = leave,
     ) -> None:
-        """When torchrun, the parent, is gone, signals.orphaned() is called.
+        """leave ends this process, from any thread.
 
-        When a signal is handed over this process takes a last look and leaves. So what is to be
-        told is told: torchrun sends a signal when another rank has ended.
+        When torchrun, the parent, is gone, signals.orphaned() is called. When a signal is handed
+        over, the process leaves after a last look, as torchrun sends one when another rank has
+        ended: that is reported first.
         """
         self._signals = signals
         self._interval_s = interval_s
