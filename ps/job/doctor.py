@@ -26,7 +26,7 @@ from ps.job.rundir import PARENT
 from ps.settings.config import Config
 from ps.settings.errors import ConfigError, LaunchError, PsError
 from ps.workloads import mnist_files
-from ps.workloads.catalogue import AUTO_FETCH_BOUND_S, FETCH_BOUND_S
+from ps.workloads.catalogue import AUTO_FETCH_TIMEOUT_S, FETCH_TIMEOUT_S
 
 CHEAP_BOUND_S = 5.0
 BOUND_S = 60.0
@@ -316,7 +316,7 @@ def data(config: Config, mnist_fault: str | None) -> Judgement:
         return "ok", f"the files of MNIST in {config.data_dir} are whole{chosen}"
     how = f"a run will fetch them from {config.data_mirror}"
     if name == "auto":
-        how += f" within {AUTO_FETCH_BOUND_S:.0f} s, or take digits"
+        how += f" within {AUTO_FETCH_TIMEOUT_S:.0f} s, or take digits"
     return "warning", f"{mnist_fault}; put the four files of MNIST there, or {how}"
 
 
@@ -393,7 +393,7 @@ def leftover_files(config: Config, now: float) -> Judgement:
         *(path for folder in run_dirs for path in folder.glob("*/.*.partial")),
         *(config.data_dir.resolve() / "MNIST" / "raw").glob(".fetch-*"),
     ]
-    left = sorted(path for path in found if _age_s(path, now) > FETCH_BOUND_S)
+    left = sorted(path for path in found if _age_s(path, now) > FETCH_TIMEOUT_S)
     if not left:
         return "ok", "none"
     names = shlex.join(str(path) for path in left[:MAX_NAMED])

@@ -229,7 +229,7 @@ BAD_INPUT = [
     ),
     pytest.param(
         ["--workload", "tests.plugins:loss_of_each_sample"],
-        "workload perceptron: loss must give a scalar tensor, got Tensor tensor([",
+        "workload perceptron: loss must return a scalar tensor, got Tensor tensor([",
         id="loss",
     ),
     pytest.param(["--staleness", "-1"], "--max-lag", id="negative"),
