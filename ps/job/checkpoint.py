@@ -104,7 +104,9 @@ def read(path: Path) -> Content:
             while block := file.read(READ_BYTES):
                 digest.update(block)
             if not path.stem.endswith(digest.hexdigest()[:DIGEST_LENGTH]):
-                raise CheckpointUnusable("it is damaged: its content does not fit its name")
+                raise CheckpointUnusable(
+                    "it is damaged: its content does not have the checksum in its name"
+                )
             file.seek(0)
             state: Content = torch.load(file, map_location="cpu", weights_only=True)
     except CheckpointUnusable:

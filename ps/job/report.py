@@ -1,7 +1,7 @@
 """report.json: what it says, and which of several ranks writes it. Loads no torch.
 
 The server writes it at the start, with the status "running", and at the end. If the server cannot,
-the first rank that finds out why writes the end in its place.
+the first rank that knows why writes the end for it.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def head_of(
 def earlier_attempts(report: Mapping[str, Any]) -> list[Report]:
     """How the attempts before this one ended, from the report that the last of them has left.
 
-    An attempt that was killed as a whole has left no cause.
+    An attempt whose ranks were all killed has left no cause.
     """
     kept = ("attempt", "exit_code", "cause", "updates")
     last = [{key: report.get(key) for key in kept}] if report else []
@@ -153,10 +153,10 @@ def report_without_server(
     *,
     timeout_s: float = LOCK_TIMEOUT_S,
 ) -> None:
-    """Report and last line where the server cannot tell them, unless somebody has already.
+    """Write the report and the last line for a server that cannot, unless that was done already.
 
-    From any rank, several at once: one of them writes. Blocks for the disk, and before that for
-    timeout_s if another rank is writing.
+    Several ranks may call this at once: one of them writes. Blocks for the disk, and before that
+    for timeout_s if another rank is writing.
     """
 
     def change(content: bytes | None) -> bytes | None:

@@ -16,12 +16,12 @@ from typing import Any, cast
 
 import pytest
 
-from benchmarks.jobs import ROOT
 from ps.host.processes import Peer
 from ps.host.signals import Signals
 from ps.host.watch import Watch
 from ps.settings.errors import Interrupted
 from tests.helpers import until
+from tests.jobs import ROOT
 
 TIMEOUT_S = 5.0
 LONG_S = 30.0
@@ -142,21 +142,25 @@ def test_a_look_that_raises_is_told_once_and_looking_goes_on(
     assert first.endswith("ValueError: first") and second.endswith("ValueError: second")
 
 
-def test_after_close_nobody_looks_and_a_look_under_way_has_ended() -> None:
+@pytest.mark.parametrize("hangs", [False, True])
+def test_after_close_nobody_looks_and_a_look_under_way_has_ended_or_is_left_alone(
+    hangs: bool,
+) -> None:
     begun, ended, looks = threading.Event(), threading.Event(), list[int]()
-    watched = Watched(interval_s=0.01)
+    watched = Watched(interval_s=0.01, last_look_timeout_s=0.05 if hangs else LONG_S)
 
     def look() -> None:
         looks.append(1)
         begun.set()
-        time.sleep(0.1)
+        time.sleep(0.2)
         ended.set()
 
     watched.watch.look_with(look, [])
     watched.watch.start()
     assert begun.wait(TIMEOUT_S)
     watched.watch.close()
-    assert ended.is_set()
+    assert ended.is_set() != hangs
+    assert ended.wait(TIMEOUT_S)
     time.sleep(0.05)
     watched.watch.look_now()
     assert len(looks) == 1
