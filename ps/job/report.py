@@ -18,7 +18,7 @@ from ps.host.stacks import stacks_path
 from ps.job.rundir import REPORT, from_json, to_json
 from ps.settings.config import Config
 from ps.settings.log import log
-from ps.settings.topology import Topology, role_of
+from ps.settings.topology import SERVER_RANK, Topology, role_of
 
 RUNNING = "running"
 LOCK_TIMEOUT_S = 1.0
@@ -161,7 +161,9 @@ def report_without_server(
 
     def change(content: bytes | None) -> bytes | None:
         report = from_json(content)
-        if report.get("status", RUNNING) != RUNNING:
+        if report.get("status", RUNNING) != RUNNING or _is_of_another_server(
+            report, finding, facts
+        ):
             return None
         failure = {**failure_of(finding.rank, run_dir), "process": dict(facts)}
         ended = {"status": "failed", "exit_code": finding.exit_code, "cause": finding.cause}
@@ -176,6 +178,14 @@ def report_without_server(
     except OSError as error:
         seen = f"the report could not be written: {error.strerror}"
     log.error("failed: %s; %s", finding.cause, seen)
+
+
+def _is_of_another_server(
+    report: Mapping[str, Any], finding: Finding, facts: Mapping[str, Any]
+) -> bool:
+    """Whether a later attempt has begun, as far as the finding is of a server with a known pid."""
+    pids = {known["pid"] for known in (report, facts) if "pid" in known}
+    return finding.rank == SERVER_RANK and len(pids) > 1
 
 
 def _update(
