@@ -102,16 +102,6 @@ def test_the_mean_changes_tensors_of_the_first_list_alone() -> None:
     assert [g.item() for g in (*second, *third)] == [1.0, 2.0, 5.0, 6.0]
 
 
-def test_the_mean_is_close_to_one_in_double_precision() -> None:
-    torch.manual_seed(0)
-    samples = [32, 32, 17, 5]
-    lists = [[torch.randn(1000)] for _ in samples]
-    expected = sum(lists[k][0].double() * samples[k] for k in range(4)) / sum(samples)
-    [mean] = mean_gradients([(copy.deepcopy(lists[k]), samples[k]) for k in range(4)])
-    assert mean is not None and isinstance(expected, Tensor)
-    torch.testing.assert_close(mean.double(), expected, rtol=0.0, atol=5e-7)
-
-
 def test_the_mean_is_summed_in_the_order_given() -> None:
     """Numbers for which it matters: the small one is lost beside a large one."""
 
