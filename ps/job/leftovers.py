@@ -61,7 +61,7 @@ def leftover_files(config: Config, now: float) -> Judgement:
     A file that was written to lately may be in use, and does not count: nothing takes longer than
     to fetch a data set.
     """
-    run_dirs = {path.resolve() for path in (*PARENT.glob("*"), config.run_dir or PARENT)}
+    run_dirs = {path.resolve() for path in (PARENT, *PARENT.glob("*"), config.run_dir or PARENT)}
     found = {
         *(path for folder in run_dirs for path in folder.glob(PARTIALS)),
         *(path for folder in run_dirs for path in folder.glob(f"*/{PARTIALS}")),
