@@ -32,7 +32,7 @@ except ImportError:  # builds without RPC fail in several ways here
     rpc = None  # type: ignore[assignment]
 
 SCHEME = "parameter-server"
-CLOSE_BOUND_S = 5.0
+CLOSE_TIMEOUT_S = 5.0
 THREAD = "rpc"
 """Name of the threads that torch's own calls may hang in."""
 
@@ -97,7 +97,7 @@ class RpcGroup:
         """
         try:
             call_with_timeout(
-                2 * CLOSE_BOUND_S, lambda: rpc.shutdown(timeout=CLOSE_BOUND_S), THREAD
+                2 * CLOSE_TIMEOUT_S, lambda: rpc.shutdown(timeout=CLOSE_BOUND_S), THREAD
             )
         except Exception as error:
             log.warning("RPC did not close: %s", first_line(error))
