@@ -161,7 +161,7 @@ def test_a_trainer_that_leaves_in_a_round_or_between_them_is_not_waited_for() ->
     assert pacing.ready([2]) == [2]
 
 
-def test_who_waits_alone_after_all_others_have_left_may_start() -> None:
+def test_when_all_have_left_nobody_may_start() -> None:
     pacing = Pacing([1], max_lag=1)
     pacing.leave(1)
     assert pacing.ready([]) == []

@@ -91,4 +91,9 @@ def test_what_follows_is_a_consequence_once_and_the_cause_is_none_of_itself() ->
 
 def test_an_outcome_that_says_nothing_more_is_the_servers_own_and_well() -> None:
     outcome = Outcome("done")
-    assert (outcome.exit_code, outcome.cause, outcome.rank, outcome.rank_ends) == (0, None, 0, False)
+    assert (outcome.exit_code, outcome.cause, outcome.rank, outcome.rank_ends) == (
+        0,
+        None,
+        0,
+        False,
+    )
