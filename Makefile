@@ -45,11 +45,11 @@ smoke: $(VENV)/.run ## train the generated digits at world size 2; fails below a
 	$(BIN)/python -m benchmarks.require test_accuracy 0.90 "$$run_dir/report.json"
 
 test: $(VENV)/.dev ## run all tests
-	@$(BIN)/python -m pytest -n 2 -m "not torchrun"
-	@$(BIN)/python -m pytest -m torchrun
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not timed"
+	@$(BIN)/python -m pytest -m timed
 
 test-fast: $(VENV)/.dev ## run the tests that start no job
-	@$(BIN)/python -m pytest -n 2 -m "not slow and not torchrun"
+	@$(BIN)/python -m pytest -n 2 -m "not slow"
 
 fmt: $(VENV)/.dev ## format the code
 	@$(BIN)/ruff format .

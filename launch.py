@@ -21,8 +21,8 @@ from ps.job import rundir
 from ps.job.preparation import prepare, ready_timeout_s
 from ps.settings import log
 from ps.settings.config import parse_args
-from ps.settings.errors import CheckpointUnusable, ConfigError, Interrupted, Orphaned, PsError
-from ps.settings.topology import Topology
+from ps.settings.errors import Interrupted, Orphaned, PsError, exit_code_of, is_explained
+from ps.settings.topology import Origin, Topology
 
 RPC_THREAD = "rpc"
 
@@ -30,46 +30,52 @@ RPC_THREAD = "rpc"
 def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
     """Parse, place, run; returns the exit code of this process."""
     signals = Signals()
-    rank = environ.get("RANK") or "0"
-    log.configure("server" if rank == "0" else "trainer", rank)
-    error_file = environ.get("TORCHELASTIC_ERROR_FILE")
-    if (code := rundir.refused(error_file)) is not None:
+    origin = Origin.from_environ(environ)
+    log.configure(origin.role, origin.rank_text)
+    if (code := rundir.refused(origin.error_file)) is not None:
         return code  # an earlier attempt has said why, and another would say the same
     try:
-        config = parse_args(argv)
-        topology = Topology.from_environ(environ, argv)
-        log.configure(topology.role, topology.rank, config.log_level)
-        resources.limit_spinning(environ)
-        watch = Watch(signals)
-        if topology.is_server:
-            signals.enter(Phase.INTERRUPT)
-            watch.start()
-            prepared = prepare(topology, config, argv)
-            signals.enter(Phase.CLEAN_UP, prepared.run_dir.discard)
-            from ps.job.server_process import run_server
+        code = run(argv, environ, signals)
+    except (Exception, Interrupted) as error:
+        code = exit_code_of(error)
+        _tell(error, origin)
+    if origin.is_server:
+        rundir.refuse_if_final(origin.error_file, code)
+    return code
 
-            return run_server(topology, prepared, signals, watch)
-        signals.enter(Phase.HANDED_OVER)
+
+def run(argv: Sequence[str], environ: MutableMapping[str, str], signals: Signals) -> int:
+    """Be the rank that torchrun's variables name; returns the exit code."""
+    config = parse_args(argv)
+    topology = Topology.from_environ(environ, argv)
+    log.configure(topology.role, topology.rank, config.log_level)
+    resources.limit_spinning(environ)
+    watch = Watch(signals)
+    if topology.is_server:
+        signals.enter(Phase.INTERRUPT)
         watch.start()
-        gate.wait(topology, resources.usable_cores(), ready_timeout_s(config))
-        from ps.job.trainer_process import run_trainer
+        prepared = prepare(topology, config, argv)
+        signals.enter(Phase.CLEAN_UP, prepared.run_dir.discard)
+        from ps.job.server_process import run_server  # late on purpose: this is what loads torch
 
-        return run_trainer(topology, config, watch)
-    except PsError as error:
-        if rank == "0" and isinstance(error, ConfigError | CheckpointUnusable):
-            rundir.refuse(error_file, error.exit_code)
-        is_orphaned = isinstance(error, Orphaned)
-        if rank != "0" and "TORCHELASTIC_RUN_ID" in environ and not is_orphaned:
-            # Rank 0 sees the same, or is the cause: torchrun names the rank that exits first.
-            time.sleep(HOLD_S)
-        log.log.error("%s", error)
-        return error.exit_code
-    except Interrupted as error:
-        log.log.error("%s", error)
-        return error.exit_code
-    except Exception:
-        traceback.print_exc()
-        return 1
+        return run_server(topology, prepared, signals, watch)
+    signals.enter(Phase.HANDED_OVER)
+    watch.start()
+    gate.wait(topology, resources.usable_cores(), ready_timeout_s(config))
+    from ps.job.trainer_process import run_trainer
+
+    return run_trainer(topology, config, watch)
+
+
+def _tell(error: BaseException, origin: Origin) -> None:
+    if not is_explained(error):
+        traceback.print_exception(error)
+        return
+    is_trainers = isinstance(error, PsError) and not isinstance(error, Orphaned)
+    if is_trainers and not origin.is_server and origin.is_under_torchrun:
+        # Rank 0 sees the same, or is the cause: torchrun names the rank that exits first.
+        time.sleep(HOLD_S)
+    log.log.error("%s", error)
 
 
 if __name__ == "__main__":

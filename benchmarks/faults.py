@@ -31,9 +31,9 @@ from typing import Any
 
 import psutil
 
+from benchmarks.plugins import EVALUATING, SPOILED
 from tests.jobs import Done, Job, mnist_folder
 from tests.leftovers import MARK, Leftovers
-from benchmarks.plugins import EVALUATING, SPOILED
 
 OVER_S = 10.0
 ORPHANS_S = 5.0
@@ -42,7 +42,7 @@ FOUND_S = STALL_S + 2.0
 UPDATES = 400
 STEADY = ("--workload", "benchmarks.plugins:steady", "--lr", "0.1")
 SMALL = ("--workload", "benchmarks.plugins:small_perceptron", "--lr", "0.1")
-SYNCHRONOUS = ("--staleness", "0", "--momentum", "0.9", "--lr-schedule", "linear")
+SYNCHRONOUS = ("--max-lag", "0", "--momentum", "0.9", "--lr-schedule", "linear")
 ACCURACY = 0.95
 """What the undisturbed job surpasses by far."""
 

@@ -36,7 +36,7 @@ def measure(seconds: float, *options: str) -> dict[str, float]:
     """CPU time of each role over that many seconds, at most 25, as a share of one core."""
     workload = [
         *("--workload", "benchmarks.plugins:sleeping", "--batch-size", str(BATCH_SIZE)),
-        *("--staleness", str(LAG)),  # so that the other trainer cannot do it all alone
+        *("--max-lag", str(LAG)),  # so that the other trainer cannot do it all alone
     ]
     with tempfile.TemporaryDirectory() as folder:
         job = Job(Path(folder), *workload, *options)

@@ -263,12 +263,19 @@ class Ranks(Running):
             )
             for rank in range(world_size)
         }
+        self._ranks = {rank: psutil.Process(it.pid) for rank, it in self._processes.items()}
         self._codes: dict[int, int] = {}
         self._supervisor = threading.Thread(target=self._supervise, daemon=True)
         self._supervisor.start()
 
     def ranks(self) -> dict[int, psutil.Process]:
-        return {rank: psutil.Process(started.pid) for rank, started in self._processes.items()}
+        """Those that were there when it was made: psutil knows a pid that was given again."""
+        return dict(self._ranks)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether any rank is."""
+        return self._supervisor.is_alive()
 
     def send(self, number: signal.Signals) -> None:
         for process in self._processes.values():

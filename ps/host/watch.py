@@ -101,8 +101,10 @@ class Watch:
     def _run(self) -> None:
         """A rank that nobody watches any more does not go on."""
         try:
+            self._sleep()
             while os.getppid() == self._parent:
                 self._turn()
+                self._sleep()
             stacks.cancel_end()  # what follows has limits of its own
             self._on_orphaned()
         except Exception as error:
@@ -114,11 +116,10 @@ class Watch:
             self._leave(self._end[1])
         with self._lock:
             self._look_once()
-        if self._guard is not None:
-            stacks.end_after(*self._guard)
-        self._sleep()
 
     def _sleep(self) -> None:
+        if self._guard is not None:
+            stacks.end_after(*self._guard)
         for handle, _ in self._poll.poll(self._interval_s * 1000):
             if handle == self._wake:
                 os.read(handle, 64)

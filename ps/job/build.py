@@ -92,7 +92,7 @@ def plan_of(topology: Topology, config: Config, workload: Workload) -> Plan:
         batch_size=config.batch_size * config.accumulate,
         epochs=config.epochs,
         seed=config.seed,
-        batches_per_update=len(topology.trainers) if config.max_lag == 0 else 1,
+        batches_per_update=len(topology.trainers) if config.lag_limit == 0 else 1,
     )
 
 
@@ -131,7 +131,7 @@ def build_server(
         basis.state,
         basis.compute,
         topology.trainers,
-        max_lag=config.max_lag,
+        max_lag=config.lag_limit,
         prefetch=config.num_workers and config.num_workers + 1,
         skip_nonfinite=config.on_nonfinite == "skip",
         after_update=after_update,

@@ -1,7 +1,8 @@
-"""Checkpoints: files that are whole, or not there. Written in the background, read back or refused.
+"""Checkpoints: files that are complete or not there. Written in a thread, read back or refused.
 
 The name of a file carries the start of its SHA-256, as those of torch.hub do, so that one rename
-makes content and checksum appear together.
+makes content and checksum appear together. What is in a checkpoint besides FORMAT is not known
+here.
 """
 
 from __future__ import annotations
@@ -9,24 +10,30 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import torch
 
-from ps.host.files import sync_directory
+from ps.host.files import partial_file, remove_partials, sync_directory
 from ps.job.rundir import CHECKPOINTS, checkpoints_in, list_checkpoints, sequence_of
+from ps.server.state import Content, Snapshot
 from ps.settings.errors import CheckpointUnusable, first_line
 from ps.settings.log import log
 
 FORMAT = 1
 DIGEST_LENGTH = 16
-PARTIAL = ".checkpoint.partial"
 READ_BYTES = 1 << 20
 
-State = Mapping[str, Any]
+
+class TakeSnapshot(Protocol):
+    def __call__(self, *, copy: bool) -> Snapshot:
+        """Without a copy the tensors are the job's own: for a job that no longer changes them.
+
+        May raise any error if there is no state to save.
+        """
 
 
 class Checkpoints:
@@ -41,34 +48,27 @@ class Checkpoints:
         """See rundir.checkpoints_in."""
         return checkpoints_in(self._run_dir)
 
-    def write(self, state: State, version: int) -> Path:
+    def write(self, state: Content, version: int) -> Path:
         """Write a new one, then remove those beyond `keep`. Blocks until it is on the disk.
 
         Raises:
             OSError: it could not be written; the others are as they were.
         """
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        partial = self.folder / PARTIAL
-        try:
-            with partial.open("wb") as file:
-                hashing = _Hashing(file)
-                _save({"format": FORMAT, **state}, hashing)
-                file.flush()
-                os.fsync(file.fileno())
-            older = list_checkpoints(self._run_dir)  # not paths(), which may tell of none
+        remove_partials(self.folder)
+        with partial_file(self.folder / "checkpoint") as partial:
+            digest = _write({"format": FORMAT, **state}, partial)
+            older = list_checkpoints(self._run_dir)  # paths() hides a folder that cannot be listed
             sequence = sequence_of(older[-1]) + 1 if older else 1
-            path = self.folder / f"{sequence:06}-update-{version}-{hashing.digest}.pt"
+            path = self.folder / f"{sequence:06}-update-{version}-{digest}.pt"
             os.replace(partial, path)
-            sync_directory(self.folder)
-        finally:
-            with suppress(OSError):
-                partial.unlink(missing_ok=True)
+        sync_directory(self.folder)
         for old in older[: max(0, len(older) + 1 - self._keep)]:
             with suppress(OSError):
                 old.unlink()
         return path
 
-    def newest(self, restore: Callable[[State], None]) -> Path | None:
+    def newest(self, restore: Callable[[Content], None]) -> Path | None:
         """Restore from the newest that can be used; None if there is none at all.
 
         restore may raise CheckpointUnusable for one of another job, and then has changed nothing.
@@ -92,7 +92,7 @@ class Checkpoints:
         return None
 
 
-def read(path: Path) -> State:
+def read(path: Path) -> Content:
     """The content of one; only tensors and plain values are loaded.
 
     Raises:
@@ -106,7 +106,7 @@ def read(path: Path) -> State:
             if not path.stem.endswith(digest.hexdigest()[:DIGEST_LENGTH]):
                 raise CheckpointUnusable("it is damaged: its content does not fit its name")
             file.seek(0)
-            state: State = torch.load(file, map_location="cpu", weights_only=True)
+            state: Content = torch.load(file, map_location="cpu", weights_only=True)
     except CheckpointUnusable:
         raise
     except Exception as error:
@@ -117,23 +117,25 @@ def read(path: Path) -> State:
 
 
 class Checkpointer:
-    """A thread that saves a job's state when it is told to, and once every interval."""
+    """A thread that saves a job when asked, and once every interval."""
 
     def __init__(
         self,
         checkpoints: Checkpoints,
-        state: Callable[..., Any],
+        take_snapshot: TakeSnapshot,
+        *,
         interval_s: float | None = None,
+        newest: Path | None = None,
     ) -> None:
-        """state makes the snapshot, in the thread, and may raise if there is none."""
+        """newest is the checkpoint of this run that is there already and can be used."""
+        self.newest = newest
+        """The newest one that can be used, None if there is none."""
         self._checkpoints = checkpoints
-        self._state = state
+        self._take_snapshot = take_snapshot
         self._interval_s = interval_s
         self._wake = threading.Event()
         self._closing = False
-        self.last: Path | None = None
-        """The newest that was saved."""
-        self._saved: object = None
+        self._saved: object = object()  # equal to no mark
         self._failing = False
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
 
@@ -144,12 +146,15 @@ class Checkpointer:
         """Save soon. Does not wait; several calls during a save make one more."""
         self._wake.set()
 
-    def close(self, bound_s: float) -> bool:
-        """Save the state as it is now, if it is not; tells if that is done within bound_s."""
+    def close(self, timeout_s: float) -> bool:
+        """Save a job that has ended, unless nothing is new; returns whether its end is saved.
+
+        Blocks for timeout_s at most.
+        """
         self._closing = True
         self._wake.set()
         if self._thread.is_alive():  # the job may have ended before start()
-            self._thread.join(bound_s)
+            self._thread.join(timeout_s)
         return not self._thread.is_alive() and not self._failing
 
     def _run(self) -> None:
@@ -158,15 +163,15 @@ class Checkpointer:
             self._wake.wait(self._interval_s)
             self._wake.clear()
             closing = self._closing  # before the save: it has all that came until this was set
-            self.save()
+            self.save(copy=not closing)
 
-    def save(self) -> None:
-        """Save now, if anything is new. Blocks. Of others than the thread, only before start()."""
+    def save(self, *, copy: bool = True) -> None:
+        """Save now, unless nothing is new. Blocks. From another thread only before start()."""
         try:
-            snapshot = self._state(copy=not self._closing)
-            if snapshot.progress != self._saved:
-                self.last = self._checkpoints.write(snapshot.content, snapshot.version)
-                self._saved = snapshot.progress
+            snapshot = self._take_snapshot(copy=copy)
+            if snapshot.mark != self._saved:
+                self.newest = self._checkpoints.write(snapshot.content, snapshot.version)
+                self._saved = snapshot.mark
         except Exception as error:  # whatever it is, training goes on
             if not self._failing:
                 reason = first_line(error) or type(error).__name__
@@ -179,7 +184,7 @@ class Checkpointer:
 
 
 class _Hashing:
-    """A file to write to that knows the checksum of what was written."""
+    """A file that computes the checksum of what is written to it."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -202,10 +207,16 @@ class _Hashing:
         return self._sha256.hexdigest()[:DIGEST_LENGTH]
 
 
-def _save(state: State, file: _Hashing) -> None:
-    try:
-        torch.save(state, file)  # type: ignore[arg-type]
-    except RuntimeError:  # what torch makes of an OSError of the file
-        if file.error is not None:
-            raise file.error from None
-        raise
+def _write(state: Content, path: Path) -> str:
+    """Blocks until it is on the disk; returns the start of its checksum."""
+    with path.open("wb") as file:
+        hashing = _Hashing(file)
+        try:
+            torch.save(state, hashing)  # type: ignore[arg-type]
+        except RuntimeError:  # what torch makes of an OSError of the file
+            if hashing.error is not None:
+                raise hashing.error from None
+            raise
+        file.flush()
+        os.fsync(file.fileno())
+    return hashing.digest

@@ -15,6 +15,7 @@ import torch
 
 from ps.host.files import replacing
 from ps.host.health import Finding
+from ps.host.monitors import LOCK_TIMEOUT_S
 from ps.host.signals import Signals
 from ps.host.stacks import dump_stacks, stacks_path
 from ps.host.timeouts import call_with_timeout
@@ -38,8 +39,6 @@ from ps.settings.errors import LaunchError, first_line
 from ps.settings.log import log
 from ps.settings.topology import Topology
 
-LOCK_TIMEOUT_S = 10.0
-"""Nothing that goes on holds the server's lock for so long."""
 SAVE_TIMEOUT_S = 25.0
 DONE_TIMEOUT_S = 600.0
 
@@ -90,8 +89,7 @@ class Ending:
         except OSError as error:
             reason = f"{self.run_dir.path} cannot be written: {error.strerror}"
             raise LaunchError(reason) from None
-        source = prepared.resume_from
-        if source is not None and source.resolve() != self.run_dir.path.resolve():
+        if prepared.resume_from is not None and not prepared.is_in_place:
             self._checkpointer.save()  # or this folder, the latest from now on, has none
         self.run_dir.publish()
         self._checkpointer.start()
@@ -141,9 +139,9 @@ class Ending:
         is_done = self._server.outcome == Outcome("done")
         timeout_s = self._signals.left_s(DONE_TIMEOUT_S if is_done else SAVE_TIMEOUT_S)
         if not self._checkpointer.close(timeout_s):
-            last = self._checkpointer.last
-            seen = f"the newest checkpoint is {last}" if last else "there is no checkpoint"
-            log.warning("the last state is not saved; %s", seen)
+            newest = self._checkpointer.newest
+            there = f"the newest one is {newest}" if newest else "there is no other"
+            log.warning("no checkpoint of the end of training could be saved; %s", there)
 
     def _tell(self, facts_of: FactsOf) -> Outcome:
         outcome, numbers = self._server.result()
@@ -180,7 +178,7 @@ class Ending:
             return final_report(
                 self._head(),
                 reported,
-                checkpoint=self._checkpointer.last,
+                checkpoint=self._checkpointer.newest,
                 numbers=numbers,
                 duration_s=duration_s,
             )

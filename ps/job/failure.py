@@ -6,7 +6,7 @@ import traceback
 
 from ps.links.rendezvous import record_for_torchrun
 from ps.server.roll import Outcome
-from ps.settings.errors import Interrupted, PsError
+from ps.settings.errors import Interrupted, PsError, exit_code_of
 from ps.settings.log import log
 from ps.settings.topology import Topology
 
@@ -24,16 +24,6 @@ def outcome_of(error: BaseException, topology: Topology, came: Interrupted | Non
         return Outcome("failed", error.exit_code, str(error))
     cause = f"{topology.role} rank {topology.rank}: {in_one_line(error)}"
     return Outcome("failed", exit_code_of(error), cause)
-
-
-def exit_code_of(error: BaseException) -> int:
-    """Ours have their own; 1 for everything else, also where a plug-in calls sys.exit()."""
-    return error.exit_code if isinstance(error, PsError | Interrupted) else 1
-
-
-def is_explained(error: BaseException) -> bool:
-    """Whether its message says all that the person who started the job needs to know."""
-    return isinstance(error, PsError | Interrupted)
 
 
 def in_one_line(error: BaseException) -> str:

@@ -58,7 +58,7 @@ def head_of(
         "compute": config.compute,
         "link": link,
         "precision": config.precision,
-        "staleness": config.staleness,
+        "max_lag": config.max_lag,
         "workload": config.workload,
         "epochs": config.epochs,
         "threads": threads,

@@ -81,8 +81,14 @@ class RunDirectory:
         return cls(path, (), _own(path))
 
     def discard(self) -> None:
-        """Take back what create() made: the run never started."""
+        """Remove what create() made: the run never started."""
         remove_empty(self._created)
+
+    def close(self) -> None:
+        """Let another run write there. A process that ends does so too."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def publish(self) -> None:
         """Point runs/latest here, if this is one of runs/."""
@@ -223,11 +229,19 @@ def _read(run_dir: Path, name: str) -> dict[str, Any]:
         return {}
 
 
-def refuse(error_file: str | None, exit_code: int) -> None:
-    """Leave it in torchrun's log of this job that no further attempt makes sense."""
-    if error_file is not None:
+def is_final(exit_code: int) -> bool:
+    """Whether a further attempt of the same job would end in the same way."""
+    return exit_code in (ConfigError.exit_code, CheckpointUnusable.exit_code)
+
+
+def refuse_if_final(error_file: str | None, exit_code: int) -> None:
+    """Leave it in torchrun's log of this job that no further attempt makes sense, if none does.
+
+    For rank 0, which alone knows how the job ends.
+    """
+    if error_file is not None and is_final(exit_code):
         with suppress(OSError, IndexError):
-            _refusal(error_file).write_text(str(exit_code))
+            write_file(_refusal(error_file), str(exit_code).encode())
 
 
 def refused(error_file: str | None) -> int | None:

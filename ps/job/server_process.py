@@ -12,15 +12,15 @@ from dataclasses import asdict
 from typing import Any
 
 from ps.host import libc, resources
-from ps.host.looks import ServerSide
+from ps.host.monitors import JobMonitor
 from ps.host.processes import Identity
 from ps.host.signals import Phase, Signals
 from ps.host.watch import Watch, leave
-from ps.job import injection
+from ps.job import injection, rundir
 from ps.job.build import Basis, TrainerParts, build_basis, build_server
 from ps.job.checkpoint import Checkpointer, Checkpoints
 from ps.job.ending import Ending
-from ps.job.failure import is_explained, outcome_of, show_traceback
+from ps.job.failure import outcome_of, show_traceback
 from ps.job.injection import Injection
 from ps.job.preparation import Prepared
 from ps.job.trainer_process import open_stacks, peer_of, work
@@ -31,7 +31,7 @@ from ps.links.rendezvous import Rendezvous
 from ps.links.shelf import Shelf
 from ps.server.roll import Outcome
 from ps.settings.config import LR, Config
-from ps.settings.errors import Orphaned
+from ps.settings.errors import Orphaned, is_explained
 from ps.settings.log import log
 from ps.settings.topology import Topology
 
@@ -79,7 +79,8 @@ class ServerProcess:
         checkpointer = Checkpointer(
             Checkpoints(run_dir, config.keep),
             self._basis.state.snapshot,
-            config.checkpoint_interval_s,
+            interval_s=config.checkpoint_interval_s,
+            newest=self._basis.state.resumed_from if prepared.is_in_place else None,
         )
         self._server = build_server(
             topology, config, self._basis, _AfterUpdate(topology, config, checkpointer)
@@ -88,7 +89,7 @@ class ServerProcess:
         self._ending = Ending(
             topology, prepared, self._basis, self._server, checkpointer, self._end.name, signals
         )
-        self._monitor: ServerSide | None = None
+        self._monitor: JobMonitor | None = None
 
     def run(self) -> int:
         """Returns the exit code."""
@@ -103,6 +104,8 @@ class ServerProcess:
             self._stop_for(error)
         self._watch.close()
         outcome = self._ending.finish(self._facts)
+        # Now, as torchrun may end this rank before its exit code is seen.
+        rundir.refuse_if_final(self._topology.error_file, outcome.exit_code)
         if self._server.all_left:
             self._end.close()
         if outcome.rank_ends:
@@ -132,10 +135,10 @@ class ServerProcess:
         }
         return json.dumps(announced)
 
-    def _watch_ranks(self) -> ServerSide:
+    def _watch_ranks(self) -> JobMonitor:
         """All ranks have arrived: from now on the server looks at them."""
         peers = {rank: peer_of(self._rendezvous, rank) for rank in self._topology.ranks}
-        self._monitor = ServerSide(
+        self._monitor = JobMonitor(
             self._server,
             peers,
             self._topology.rank,

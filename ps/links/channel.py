@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from multiprocessing.reduction import recv_handle, send_handle  # noqa: TID251
 from typing import Any
 
+from ps.host.sockets import user_of
 from ps.links.memory import Memory
 from ps.model.packing import decode, encode
 from ps.settings.errors import LaunchError
@@ -118,7 +119,7 @@ class Listener:
                 accepted, _ = self._listener.accept()
             except OSError:  # closed
                 return
-            if _user_of(accepted) != os.getuid():
+            if user_of(accepted) != os.getuid():
                 accepted.close()
                 continue
             connection = Connection(accepted.detach())
@@ -158,7 +159,7 @@ def connect(address: Address, timeout_s: float) -> Channel:
     try:
         with socket.socket(fileno=os.dup(connection.fileno())) as same:
             same.connect(f"\0{address.name}")
-            if _user_of(same) != os.getuid():
+            if user_of(same) != os.getuid():
                 raise AuthenticationError("another user answers there")
         answer_challenge(connection, bytes.fromhex(address.key))
         deliver_challenge(connection, bytes.fromhex(address.key))
@@ -167,9 +168,3 @@ def connect(address: Address, timeout_s: float) -> Channel:
         reason = str(error) or type(error).__name__
         raise LaunchError(f"no connection to rank 0: {reason}") from None
     return channel
-
-
-def _user_of(peer: socket.socket) -> int:
-    """Of the process at the other end of a Unix socket."""
-    _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return int(user)

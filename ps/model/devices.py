@@ -12,12 +12,12 @@ from ps.settings.errors import ConfigError
 
 
 def choose_devices(num_gpus: int, available: int) -> tuple[str, ...]:
-    """The devices of the model, first layers first.
+    """The devices of the model, in the order of its layers: "cpu", or one or two of "cuda:0", ...
 
-    num_gpus is what was asked for, available what this process can see.
+    num_gpus is the option, available the number of GPUs that this process can see.
 
     Raises:
-        ConfigError: there are fewer than asked for.
+        ConfigError: fewer are available than asked for.
     """
     if num_gpus > available:
         raise ConfigError(
@@ -43,10 +43,11 @@ def split_point(sizes: Sequence[int]) -> int:
 
 
 def place(model: nn.Module, devices: Sequence[str]) -> torch.device:
-    """Move the model there and return the device its inputs must be on.
+    """Move the model to the devices, and return the one that its inputs must be on.
 
     With two devices the model must be an nn.Sequential: its layers are divided at split_point,
-    and the second part takes its inputs over by itself. Names of parameters do not change.
+    and the second part moves its inputs over by itself; outputs are then on the second device.
+    Names, shapes and dtypes of parameters and buffers do not change.
 
     Raises:
         ConfigError: the model cannot be divided.
@@ -81,7 +82,7 @@ def _second_copy(layer: nn.Module) -> nn.Module:
 
 
 class _Mover:
-    """Takes a layer's input over to its device."""
+    """Moves a layer's inputs to its device."""
 
     def __init__(self, device: str) -> None:
         self._device = device

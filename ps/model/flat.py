@@ -18,12 +18,19 @@ ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Span:
+    """The bytes of one tensor in the buffer, and how they are read."""
+
     start: int
     stop: int
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor, start: int) -> _Span:
+        stop = start + tensor.numel() * tensor.element_size()
+        return cls(start, stop, tensor.dtype, tuple(tensor.shape), _dense_strides(tensor))
 
     def view(self, buffer: Tensor, base: int) -> Tensor:
         elements = buffer[self.start - base : self.stop - base].view(self.dtype)
@@ -34,43 +41,53 @@ class Layout:
     """Where each of some tensors lies. Depends on their shapes, dtypes and strides alone."""
 
     def __init__(self, tensors: Sequence[Tensor], start: int = 0) -> None:
+        """tensors: of any shape, dtype and device; only their forms matter.
+
+        start: the byte of the buffer at which the first one lies, a multiple of ALIGNMENT_BYTES.
+        """
         self.start = start
-        self._places = []
+        self._spans = []
         for tensor in tensors:
-            stop = start + tensor.numel() * tensor.element_size()
-            strides = _dense_strides(tensor)
-            self._places.append(_Place(start, stop, tensor.dtype, tuple(tensor.shape), strides))
-            start = math.ceil(stop / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            span = _Span.of(tensor, start)
+            self._spans.append(span)
+            start = math.ceil(span.stop / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         self.stop = start
+        """The byte after the last tensor and its padding: where another layout may start."""
 
     def views(self, buffer: Tensor, base: int = 0) -> list[Tensor]:
-        """The tensors as views of a uint8 buffer that holds the bytes from `base` to stop."""
-        return [place.view(buffer, base) for place in self._places]
+        """The tensors, each of its own shape, dtype and strides, as views of a buffer.
+
+        buffer: uint8 [stop - base or more] on the CPU; its first byte is the byte `base`.
+        """
+        return [span.view(buffer, base) for span in self._spans]
 
     def blocks(self, buffer: Tensor) -> list[Tensor]:
-        """The same bytes of a buffer, and the gaps, in as few tensors as there are runs of one
-        dtype."""
+        """The same bytes in as few tensors as there are runs of one dtype, each 1-D of that dtype.
+
+        They also cover the padding between tensors. buffer: uint8 [stop or more] on the CPU.
+        """
         runs: list[tuple[int, int, torch.dtype]] = []
-        for place in self._places:
-            start = place.start
-            if runs and runs[-1][2] == place.dtype:
+        for span in self._spans:
+            start = span.start
+            if runs and runs[-1][2] == span.dtype:
                 start = runs.pop()[0]
-            runs.append((start, place.stop, place.dtype))
+            runs.append((start, span.stop, span.dtype))
         return [buffer[start:stop].view(dtype) for start, stop, dtype in runs]
 
     def describe(self) -> str:
         """The same text for equal layouts, and only for these."""
-        return repr(self._places)
+        return repr(self._spans)
 
 
 class FlatModel:
-    """The places of a module's tensors in one buffer: trained parameters first, then buffers,
-    then frozen parameters, which never change.
+    """Where a module's tensors lie in one buffer: trained parameters first, then buffers, then
+    frozen parameters, which never change.
 
-    Only for modules on the CPU.
+    Only for modules on the CPU; their tensors may have any shape and dtype.
     """
 
     def __init__(self, module: nn.Module) -> None:
+        """Changes nothing of the module; move_to() does."""
         parameters = list(module.parameters())
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._frozen = [parameter for parameter in parameters if not parameter.requires_grad]
@@ -79,7 +96,7 @@ class FlatModel:
         self.buffers = Layout([_value(slot) for slot in self._slots], self.trained.stop)
         frozen = Layout(self._frozen, self.buffers.stop)
         self.moving_bytes = self.buffers.stop
-        """What changes during training: the first part of the buffer."""
+        """Length of the buffer's first part, which holds all that changes during training."""
         self.total_bytes = frozen.stop
         self._layouts = (self.trained, self.buffers, frozen)
 
@@ -88,9 +105,10 @@ class FlatModel:
         return "; ".join(layout.describe() for layout in self._layouts)
 
     def move_to(self, buffer: Tensor, *, keep_values: bool) -> None:
-        """Make the module's tensors views of a uint8 buffer [total_bytes or more].
+        """Make the module's tensors views of the buffer; they stay the same objects.
 
-        keep_values writes the module's values into it; otherwise the module takes what is there.
+        buffer: uint8 [total_bytes or more] on the CPU. keep_values writes the module's values into
+        it; otherwise the module takes the values that are there.
         """
         trained, buffers, frozen = (layout.views(buffer) for layout in self._layouts)
         for parameter, view in zip(
@@ -100,13 +118,15 @@ class FlatModel:
                 view.copy_(parameter.detach())
             parameter.data = view
         self._buffers = [_value(slot) for slot in self._slots]
-        for buffer, view in zip(self._buffers, buffers, strict=True):
+        for module_buffer, view in zip(self._buffers, buffers, strict=True):
             if keep_values:
-                view.copy_(buffer)
-            buffer.data = view  # not the view in its place: the module may know it elsewhere too
+                view.copy_(module_buffer)
+            module_buffer.data = view  # it stays the object that the module may know elsewhere too
 
     def gather_buffers(self) -> None:
-        """Bring back buffers that the module replaced instead of changing them in place.
+        """Copy buffers that the module replaced, instead of changing them, back into the buffer.
+
+        Only after move_to(). They may have another dtype or device now.
 
         Raises:
             TrainingFailed: one has another shape now.

@@ -12,18 +12,17 @@ from ps.model.flat import FlatModel
 
 @dataclass(frozen=True, slots=True)
 class Mailbox:
-    """Memory that a trainer and the server both see; whose turn it is to write, the calls tell.
-
-    Both are uint8 on the CPU: weights [FlatModel.total_bytes], which the server writes during a
-    call of the trainer, and gradients [FlatModel.trained.stop], which the trainer writes
-    between its calls. So neither is ever torn.
+    """One trainer's weights and gradients. The server writes only while it answers a call of the
+    trainer, and the trainer only between its calls, so that neither reads what is half written.
     """
 
     weights: Tensor
+    """uint8 [FlatModel.total_bytes] on the CPU, written by the server."""
     gradients: Tensor
+    """uint8 [FlatModel.trained.stop] on the CPU, written by the trainer."""
 
 
 def private_mailbox(flat: FlatModel) -> Mailbox:
-    """One in this process's own memory."""
+    """A mailbox of zeros in this process's own memory, which no other process sees."""
     sizes = (flat.total_bytes, flat.trained.stop)
     return Mailbox(*(torch.zeros(size, dtype=torch.uint8) for size in sizes))

@@ -11,14 +11,17 @@ from torch import Tensor
 
 
 def encode(message: Any) -> bytes:
-    """A message as bytes; CPU tensors in it may have any dtype and shape."""
+    """A message as bytes. Tensors in it, at any depth, may have any shape and dtype; on the CPU."""
     stream = io.BytesIO()
     _Pickler(stream, protocol=5).dump(message)
     return stream.getvalue()
 
 
 def decode(content: bytes) -> Any:
-    """The message. Only for bytes from encode() in a process of this job: it is a pickle."""
+    """The message, with its tensors on the CPU, contiguous, of the same shapes and dtypes.
+
+    Only for bytes from encode() in a process of this job: it is a pickle.
+    """
     return pickle.loads(content)
 
 

@@ -1,4 +1,4 @@
-"""How a forward pass is run: precision, memory format, and the seed of its randomness."""
+"""How a forward pass is run: precision, memory format, and how many samples at once."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ps.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """The same on the server and on every trainer."""
+    """The settings of every forward pass; the same on the server and on every trainer."""
 
     seed: int = 0
     bfloat16: bool = False
     channels_last: bool = False
     batch_size: int = 1 << 62
-    """Samples that are computed at once; an order with more is computed part by part."""
+    """Samples of one forward pass; an order with more is computed in micro-batches of this size."""
 
     @classmethod
     def of(cls, config: Config, workload: Workload) -> Passes:
-        """What was asked for, or what is best for the workload."""
+        """As the options say; where they leave the memory format open, as the workload says."""
         wanted = config.channels_last
         return cls(
             seed=config.seed,
@@ -34,7 +34,10 @@ class Passes:
         )
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Bring the model's weights of images, which have four dimensions, into the format."""
+        """The model itself; with channels_last, its weights of four dimensions are in that format.
+
+        Shapes, dtypes and devices stay as they are.
+        """
         if self.channels_last:
             for parameter in model.parameters():
                 if parameter.dim() == 4:
@@ -42,9 +45,11 @@ class Passes:
         return model
 
     def run(self, model: nn.Module, inputs: Tensor) -> Tensor:
-        """The outputs, in float32 where the model computes in bfloat16.
+        """The model's outputs for a batch, on the model's device.
 
-        Weights stay as they are: autocast casts what it computes with.
+        inputs: of any shape and dtype that the model takes, on the device of its first layer. The
+        outputs have the model's own shape and dtype, but are float32 where it computes in
+        bfloat16. Weights stay as they are: autocast casts what it computes with.
         """
         if self.channels_last and inputs.dim() == 4:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
@@ -55,7 +60,7 @@ class Passes:
             outputs = model(inputs)
         return outputs.float() if isinstance(outputs, Tensor) else outputs
 
-    def parts(self, indices: Sequence[int]) -> list[Sequence[int]]:
-        """The samples of an order in portions of batch_size."""
+    def micro_batches(self, indices: Sequence[int]) -> list[Sequence[int]]:
+        """The samples of an order in micro-batches of batch_size; the last may be smaller."""
         size = self.batch_size
         return [indices[start : start + size] for start in range(0, len(indices), size)]

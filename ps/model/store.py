@@ -1,10 +1,8 @@
-"""The weights, the buffers, the one optimizer and the version."""
+"""The state of training: the weights, the buffers, the one optimizer and the version."""
 
 from __future__ import annotations
 
-import cmath
 import copy
-import inspect
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ps.model.flat import FlatModel
+from ps.model.gradients import clip_gradients
+from ps.model.optimizer import Optimizer, ScheduledOptimizer
+from ps.model.snapshots import difference, in_own_storage, to_cpu
 from ps.settings.errors import CheckpointUnusable, TrainingFailed
 
 
@@ -36,11 +37,12 @@ class Replica:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All parameters and buffers. A forward pass may have replaced buffers."""
+        """All parameters, then all buffers, themselves: of the model's shapes, dtypes, devices."""
         return self._all_parameters + self.buffers
 
     @property
     def buffers(self) -> list[Tensor]:
+        """The buffers themselves, read anew: a forward pass may have replaced them."""
         return list(self.module.buffers()) if self._has_buffers else []
 
 
@@ -50,70 +52,48 @@ class Store:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,  # noqa: TID251
+        optimizer: Optimizer,
         *,
         lr_factor: Callable[[int], float] | None = None,
         clip_norm: float = 0.0,
     ) -> None:
-        """lr_factor maps the version to the factor on each group's learning rate."""
+        """The model's tensors may have any shape, dtype and device, and stay where they are.
+
+        lr_factor maps the version to the factor on each group's learning rate. clip_norm limits
+        the norm of all gradients of an update together; 0 does not.
+        """
         self.lock = threading.Lock()
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.names = [name for name, _ in trained]
+        """Of the trained parameters, in the order of the model."""
         self.untrained = set(self.names)
         """Names of parameters that no gradient has reached yet."""
         self.version = 0
+        self.optimizer = ScheduledOptimizer(optimizer, lr_factor)
+        self._clip_norm = clip_norm
         self._model = model
         self._parameters = [parameter for _, parameter in trained]
+        self._buffers = list(model.buffers())
         self._tensors = _tensors(model)
-        self._buffer: Tensor | None = None
-        self._num_buffers = len(list(model.buffers()))
-        self._optimizer = optimizer
-        # Without the wrappers for profiler and compiler, which cost as much as a small update.
-        self._step = inspect.unwrap(type(optimizer).step)
-        self._base_lrs = [group["lr"] for group in optimizer.param_groups]
-        self._lr_factor = lr_factor
-        self._clip_norm = clip_norm
-        self._whole = True
-
-    def check(
-        self, gradients: Sequence[Tensor | None], blocks: Sequence[Tensor] | None = None
-    ) -> None:
-        """Refuse gradients that must not reach the weights. Needs no lock: reads these alone.
-
-        blocks are fewer tensors with the same elements, and perhaps more, to look at first.
-
-        Raises:
-            TrainingFailed: one is not finite, or there is none at all.
-        """
-        if all(gradient is None for gradient in gradients):
-            raise TrainingFailed("no gradient reached any parameter")
-        # One pass in the common case; a sum of finite numbers may overflow.
-        if all(map(_has_finite_sum, gradients if blocks is None else blocks)):
-            return
-        for name, gradient in zip(self.names, gradients, strict=True):
-            if gradient is None or _has_finite_sum(gradient):
-                continue
-            values = gradient.coalesce().values() if gradient.is_sparse else gradient
-            if not torch.isfinite(values).all():
-                raise TrainingFailed(f"the gradient of {name} is not finite")
+        self._flat_buffer: Tensor | None = None
+        self._consistent = True
+        """Whether all weights and buffers are of the same version."""
 
     def apply(self, gradients: Sequence[Tensor | None]) -> int:
         """Take one optimizer step and return the new version.
 
-        gradients have passed check(). They are in the order of `names`, each of its parameter's
-        shape, dtype and device, or None: then the optimizer leaves the parameter alone. They are
-        used as the parameters' .grad during the call, may be clipped in place, and are not kept.
+        gradients: in the order of `names`, each of its parameter's shape, dtype and device, or
+        None: then the optimizer leaves the parameter alone. They have passed check_gradients(),
+        are the parameters' .grad during the call, may be clipped in place, and are not kept.
         """
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
         if self._clip_norm:
-            self._clip([gradient for gradient in gradients if gradient is not None])
-        if self._lr_factor is not None:
-            self._set_lr(self._lr_factor(self.version))
-        self._whole = False  # for as long as some weights are of this update and others are not
-        with torch.no_grad():
-            self._step(self._optimizer)
-        self._whole = True
+            clip_gradients(self._parameters, self._clip_norm)
+        self.optimizer.set_lr(self.version)
+        self._consistent = False
+        self.optimizer.step()
+        self._consistent = True
         for parameter in self._parameters:
             parameter.grad = None
         if self.untrained:
@@ -122,8 +102,21 @@ class Store:
         self.version += 1
         return self.version
 
+    def take_buffers(self, buffers: Iterable[Tensor]) -> None:
+        """Copy the buffers of a model that has done a step.
+
+        buffers: all of the model's, in its order, each of its shape and dtype, on any device.
+        """
+        if not self._buffers:
+            return
+        self._consistent = False
+        with torch.no_grad():
+            for buffer, updated in zip(self._buffers, buffers, strict=True):
+                buffer.copy_(updated)
+        self._consistent = True
+
     def replica(self) -> Replica:
-        """A copy of the model as it is now, on the same devices."""
+        """A copy of the model as it is now, with the same shapes, dtypes and devices."""
         return Replica(copy.deepcopy(self._model), self.version)
 
     def refresh(self, replica: Replica) -> None:
@@ -132,64 +125,57 @@ class Store:
             torch._foreach_copy_(replica.tensors, self._tensors)
         replica.version = self.version
 
-    def take_buffers(self, buffers: Iterable[Tensor]) -> None:
-        """Take over the buffers of a model that has done a step, in the model's order."""
-        if not self._num_buffers:
-            return
-        self._whole = False
-        with torch.no_grad():
-            for buffer, updated in zip(self._model.buffers(), buffers, strict=True):
-                buffer.copy_(updated)
-        self._whole = True
-
     def flatten(self) -> FlatModel:
-        """Lay the model out in one buffer, for copy_weights. Before the first update."""
+        """Lay the model out in one buffer, for copy_weights(). Only for a model on the CPU.
+
+        Its parameters and buffers stay the same objects and keep shape, dtype and values.
+        """
         flat = FlatModel(self._model)
-        # Filled as the tensors move: zeros would take all of it while the first places are held.
-        self._buffer = torch.empty(flat.total_bytes, dtype=torch.uint8)
+        # Filled as the tensors move: zeros would take all of it while the first ones are held.
+        self._flat_buffer = torch.empty(flat.total_bytes, dtype=torch.uint8)
         self._tensors = []
-        flat.move_to(self._buffer, keep_values=True)
+        flat.move_to(self._flat_buffer, keep_values=True)
         self._tensors = _tensors(self._model)
         return flat
 
     def copy_weights(self, into: Tensor) -> None:
-        """Fill the uint8 buffer `into` with the first part of flatten()'s buffer."""
-        assert self._buffer is not None
-        into.copy_(self._buffer[: into.numel()])
+        """Fill `into` with the first bytes of the weights. Only after flatten().
+
+        into: uint8 [flatten().total_bytes or moving_bytes] on the CPU.
+        """
+        assert self._flat_buffer is not None
+        into.copy_(self._flat_buffer[: into.numel()])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The model's state on the CPU, as a plain module without a server would save it.
+        """The model's state_dict(): on the CPU, of the model's shapes and dtypes.
 
-        After flatten() each tensor is alone in its storage, over the same memory: as a view it
-        would bring the whole buffer into a file.
+        Where the model is on the CPU these are its own tensors, not copies. Each has its own
+        storage, so that a file holds no more than it; tied tensors share theirs.
         """
         state = self._model.state_dict()
-        if self._buffer is None:
+        if self._flat_buffer is None:
             return {name: value.detach().cpu() for name, value in state.items()}
-        memory = memoryview(self._buffer.numpy())  # type: ignore[arg-type]
-        start = self._buffer.data_ptr()
-        alone = {_place(v): _alone(v, memory, v.data_ptr() - start) for v in state.values()}
-        return {name: alone[_place(value)] for name, value in state.items()}  # tied stay tied
+        return in_own_storage(state, self._flat_buffer)
 
     def state(self, *, copy: bool = True) -> dict[str, Any]:
-        """All that training goes on from, on the CPU, in tensors and plain values.
+        """All that training goes on from: plain values, and tensors on the CPU.
 
-        Without a copy it changes with the next update.
+        With copy=False these change with the next update.
 
         Raises:
             TrainingFailed: an update was broken off, and the weights are of no version.
         """
-        if not self._whole:
+        if not self._consistent:
             raise TrainingFailed("the last update was broken off")
         state = {
             "version": self.version,
             "trained": list(self.names),
             "untrained": sorted(self.untrained),
             "model": self.state_dict(),
-            "optimizer": self._optimizer.state_dict()["state"],
+            "optimizer": self.optimizer.state(),
         }
-        copied: dict[str, Any] = _copy(state, {}, always=copy)
-        return copied
+        on_cpu: dict[str, Any] = to_cpu(state, copy=copy)
+        return on_cpu
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from state(), with the learning rate and the like that this store was made with.
@@ -197,79 +183,17 @@ class Store:
         Raises:
             CheckpointUnusable: it is of another model; nothing was changed.
         """
-        if difference := _difference(self._model.state_dict(), state["model"]):
-            raise CheckpointUnusable(f"it is of another model: {difference}")
+        if differing := difference(self._model.state_dict(), state["model"]):
+            raise CheckpointUnusable(f"it is of another model: {differing}")
         for there, here in zip_longest(state["trained"], self.names):
             if there != here:  # the optimizer knows them by their places
                 raise CheckpointUnusable(
                     f"it is of another model: it trains {there} in the place of {here}"
                 )
         self._model.load_state_dict(state["model"])
-        groups = self._optimizer.state_dict()["param_groups"]
-        self._optimizer.load_state_dict({"state": state["optimizer"], "param_groups": groups})
+        self.optimizer.restore(state["optimizer"])
         self.version = state["version"]
         self.untrained = set(state["untrained"]) & set(self.names)
-
-    def _clip(self, gradients: Sequence[Tensor]) -> None:
-        norm = torch.nn.utils.get_total_norm(gradients)
-        if not torch.isfinite(norm):  # each element is finite, but their squares overflow
-            norm = torch.nn.utils.get_total_norm([gradient.double() for gradient in gradients])
-        torch.nn.utils.clip_grads_with_norm_(self._parameters, self._clip_norm, norm)
-
-    def _set_lr(self, factor: float) -> None:
-        for group, base in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
-            group["lr"] = base * factor
-
-
-def _copy(value: Any, copies: dict[tuple[object, ...], Tensor], *, always: bool) -> Any:
-    """Dictionaries and lists with their tensors on the CPU; tied ones stay tied.
-
-    always copies also those that are there.
-    """
-    if isinstance(value, Tensor) and value.layout is not torch.strided:
-        return value.detach().to("cpu", copy=always)  # it has no one place in memory
-    if isinstance(value, Tensor):
-        place = _place(value)
-        if place not in copies:
-            copies[place] = value.detach().to("cpu", copy=always)
-        return copies[place]
-    if isinstance(value, dict):
-        return {key: _copy(item, copies, always=always) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_copy(item, copies, always=always) for item in value)
-    return value
-
-
-def _difference(own: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
-    """What makes two models' states differ, but for the values."""
-    for name in [*own, *other]:
-        kinds = [_kind(state[name]) if name in state else "nothing" for state in (own, other)]
-        if kinds[0] != kinds[1]:
-            return f"{name} is {kinds[1]} there and {kinds[0]} here"
-    return None
-
-
-def _kind(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-
-
-def _place(tensor: Tensor) -> tuple[object, ...]:
-    """The same for tensors that are one and the same memory."""
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-
-
-def _alone(tensor: Tensor, memory: memoryview, start: int) -> Tensor:
-    """The tensor, which is dense and lies at memory[start:], without what lies beside it."""
-    if not tensor.numel():
-        return tensor.detach().clone()
-    part = memory[start : start + tensor.numel() * tensor.element_size()]
-    return torch.frombuffer(part, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride())
-
-
-def _has_finite_sum(tensor: Tensor | None) -> bool:
-    return tensor is None or cmath.isfinite(tensor.sum().item())
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:

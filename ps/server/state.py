@@ -22,11 +22,12 @@ is any."""
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The state at one moment."""
+    """A job as it was at one moment."""
 
     version: int
-    progress: object
-    """Equal for two snapshots of one job if nothing was done between them."""
+    """The updates that its weights have had."""
+    mark: object
+    """Equal to the mark of an earlier snapshot if nothing was done since."""
     content: Content
 
 

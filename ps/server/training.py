@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 
-from ps.model.gradients import mean_gradients
+from ps.model.gradients import check_gradients, mean_gradients
 from ps.protocol import Assignment, Evaluate, Evaluated, Order, Train, Trained
 from ps.server.compute import Compute, Contribution
 from ps.server.rounds import Rounds
@@ -68,7 +68,7 @@ class Training:
         try:
             if not math.isfinite(result.loss):
                 raise TrainingFailed(f"the loss is {result.loss}")
-            self._store.check(contribution.gradients, contribution.blocks)
+            check_gradients(contribution.gradients, self._store.names, contribution.blocks)
         except TrainingFailed as error:
             return error
         return contribution

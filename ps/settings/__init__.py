@@ -1,6 +1,7 @@
-"""What was asked for, who this process is, and what can go wrong. Values alone.
+"""The settings of a job: what was asked for, which rank this process is, and what can go wrong.
 
-Here: an option, the ranks of torchrun, an error and its exit code, a fault to inject and a
-learning-rate schedule as they are typed, the format of log lines.
+Here: how options are declared (options) and which ones there are (config), torchrun's variables
+(topology), errors with their exit codes (errors), faults to inject and learning-rate schedules as
+they are typed, and the format of log lines.
 Not here: anything that acts. Imports no torch and no other room.
 """

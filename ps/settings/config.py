@@ -1,28 +1,41 @@
-"""The options, each declared once: default, help with unit, and limit.
+"""The options of this program, each declared once: its default, its help and its limits.
 
-Knows nothing of torch, so that a wrong option and --help answer before it is loaded.
+Loads no torch, so that a wrong option and --help answer at once.
 """
 
 from __future__ import annotations
 
-import argparse  # noqa: TID251
-import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from ps.settings.errors import ConfigError
 from ps.settings.faults import FORMS as FAULTS
 from ps.settings.faults import Fault, parse_fault
-from ps.settings.schedule import FORMS, schedule_factor
+from ps.settings.options import (
+    check,
+    continued,
+    option,
+    read_command_line,
+    to_json,
+    values_from_json,
+)
+from ps.settings.schedule import FORMS as SCHEDULES
+from ps.settings.schedule import schedule_factor
 
 LR = 0.03
 WEEK_S = 7 * 24 * 3600
+LEAST_START_TIMEOUT_S = 10
+"""Importing torch takes seconds, and more where ranks share cores."""
+LEAST_STALL_TIMEOUT_S = 3
+"""A loaded host may not run a healthy process for a second or two."""
+_IDENTIFIER = r"[^\W\d]\w*"
+_SIZE = r"([0-9]{1,15}(?:\.[0-9]{1,15})?)(KiB|MiB|GiB|TiB|B)?"
 USAGE = "torchrun --standalone --nproc_per_node=WORLD_SIZE launch.py [options]"
 EPILOG = """\
-Rank 0 is the parameter server, every other rank a trainer; with one process it is both.
+Rank 0 is the parameter server, every other rank is a trainer. A single process is both.
 
   torchrun --standalone --nproc_per_node=4 launch.py
   torchrun --standalone --nproc_per_node=3 launch.py --workload mnist --epochs 5 --momentum 0.9
@@ -35,91 +48,82 @@ failed, 9 orphaned, 130 interrupted (128 + signal)
 """
 
 
-def option(
-    default: Any,
-    help: str,
-    *,
-    group: str,
-    least: float | None = None,
-    above: float | None = None,
-    most: float | None = None,
-    choices: tuple[str, ...] = (),
-    metavar: str | None = None,
-    resume: str = "inherited",
-) -> Any:
-    """A dataclass field that is also a command-line option of the same name.
-
-    resume tells what it is in a run that goes on from another: "inherited" from there unless it
-    is typed, "fixed", which is to be the same, or "own".
-    """
-    metadata = {
-        "help": help,
-        "group": group,
-        "least": least,
-        "above": above,
-        "most": most,
-        "choices": choices,
-        "metavar": metavar,
-        "resume": resume,
-    }
-    return field(default=default, metadata=metadata)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """What the person who started the job asked for. The same on every rank."""
+    """The options of a job. They are the same on every rank."""
 
     workload: str = option(
         "auto",
-        "mnist, digits (generated, needs no network), a plug-in as module:function, or auto: "
-        "mnist if it is in --data-dir or can be fetched shortly, else digits",
+        "what to train: mnist, digits (generated, needs no network), a plug-in as "
+        "module:function, or auto, which is mnist if its files are in --data-dir or can be "
+        "fetched within seconds, and digits otherwise",
         group="workload",
+        pattern=rf"auto|mnist|digits|{_IDENTIFIER}(\.{_IDENTIFIER})*:{_IDENTIFIER}",
+        wanted="auto, mnist, digits or module:function",
         metavar="NAME",
         resume="fixed",
     )
     data_dir: Path = option(
-        Path("data"), "folder with MNIST/raw, or where to put it", group="workload", metavar="DIR"
+        Path("data"),
+        "folder that holds MNIST/raw, or in which to create it",
+        group="workload",
+        metavar="DIR",
     )
     data_mirror: str = option(
         "https://ossci-datasets.s3.amazonaws.com/mnist",
-        "where MNIST is fetched from if it is not in --data-dir",
+        "URL from which MNIST is fetched if it is not in --data-dir",
         group="workload",
+        pattern="https?://.*",
+        wanted="a URL that starts with http:// or https://",
         metavar="URL",
     )
     epochs: int = option(1, "passes over the training set", group="training", least=1)
     batch_size: int = option(
-        32, "samples that are computed at once", group="training", least=1, resume="fixed"
+        32,
+        "samples in one forward and backward pass",
+        group="training",
+        least=1,
+        resume="fixed",
     )
     optimizer: str = option(
-        "SGD", "any optimizer of torch.optim, by name", group="training", resume="fixed"
+        "SGD", "name of an optimizer of torch.optim", group="training", resume="fixed"
     )
     lr: float | None = option(
         None,
-        f"learning rate; without it {LR} for each batch of --batch-size in an update, so times "
-        "the trainers with --staleness 0, and times --accumulate",
+        f"learning rate; without it {LR} for each batch of --batch-size in an update, so it is "
+        "multiplied by --accumulate, and with --max-lag 0 by the number of trainers",
         group="training",
         above=0,
     )
     momentum: float | None = option(
         None,
-        "momentum factor, the optimizer's own without it",
+        "momentum factor; without it the optimizer's own default",
         group="training",
         least=0,
         most=1,
         resume="fixed",
     )
     weight_decay: float | None = option(
-        None, "weight decay factor, the optimizer's own without it", group="training", least=0
+        None,
+        "weight decay factor; without it the optimizer's own default",
+        group="training",
+        least=0,
     )
     lr_schedule: str = option(
-        "constant", f"factor on --lr by updates: {FORMS}", group="training", metavar="SCHEDULE"
+        "constant",
+        f"factor on --lr as a function of the update: {SCHEDULES}",
+        group="training",
+        metavar="SCHEDULE",
     )
     clip_norm: float = option(
-        0.0, "largest 2-norm of all gradients together, 0 for no limit", group="training", least=0
+        0.0,
+        "largest allowed 2-norm of all gradients together, 0 for no limit",
+        group="training",
+        least=0,
     )
     seed: int = option(
         0,
-        "seed of weights, order of samples, dropout",
+        "seed of the initial weights, the order of samples, and dropout",
         group="training",
         least=0,
         most=2**63 - 1,
@@ -127,22 +131,26 @@ class Config:
     )
     compute: str = option(
         "server",
-        "where forward and backward run: server (one replica for each trainer there), or trainer "
-        "(each on a copy of the weights)",
+        "where forward and backward run: server (with one replica of the model for each trainer), "
+        "or trainer (each on its own copy of the weights)",
         group="machine",
         choices=("server", "trainer"),
     )
-    staleness: str = option(
+    max_lag: str = option(
         "inf",
-        "inf applies each gradient when it arrives; K lets no trainer start an order when it is "
-        "more than K ahead of the slowest; 0 makes one update of a gradient of each trainer",
+        "how many orders a trainer may be ahead of the slowest one when it starts another: inf "
+        "for any number, and each gradient is applied when it arrives; K for at most K; 0 to "
+        "average one gradient of every trainer in each update",
         group="machine",
+        pattern="inf|[0-9]{1,9}",
+        wanted="inf or a whole number, 0 or more",
         metavar="inf|K|0",
+        earlier_name="staleness",
     )
     link: str = option(
         "auto",
         "how trainers reach the server: local (Unix socket and shared memory), rpc (torch's RPC), "
-        "or auto: local if it works here, else rpc",
+        "or auto, which is local where that is supported and rpc otherwise",
         group="machine",
         choices=("auto", "local", "rpc"),
     )
@@ -155,21 +163,22 @@ class Config:
     )
     threads: int = option(
         0,
-        "threads of one forward or backward, 0 to divide the usable cores among the trainers",
+        "threads of one forward or backward pass, 0 to divide the usable cores among the trainers",
         group="machine",
         least=0,
         most=1024,
     )
     precision: str = option(
         "float32",
-        "what the model computes in; weights, gradients and optimizer stay float32",
+        "number format in which the model computes; weights, gradients and the optimizer's state "
+        "stay float32",
         group="machine",
         choices=("float32", "bfloat16"),
     )
     channels_last: bool | None = option(
         None,
-        "images and weights in channels_last memory format; without either flag it is on for "
-        "the built-in workloads, and for a plug-in what it says itself",
+        "whether images and weights are in the channels_last memory format; without either flag "
+        "it is on for the built-in workloads, and a plug-in decides for itself",
         group="machine",
     )
     accumulate: int = option(
@@ -182,14 +191,15 @@ class Config:
     )
     num_workers: int = option(
         0,
-        "processes of each trainer that load batches ahead, 0 to load them in the trainer",
+        "loader processes of each trainer, which load batches ahead; 0 to load them in the "
+        "trainer itself",
         group="machine",
         least=0,
         most=256,
     )
     run_dir: Path | None = option(
         None,
-        "folder for what this run leaves, new or empty; without it that of --resume, or "
+        "folder for what this run writes, new or empty; without it the folder of --resume, or "
         "runs/<time>-<id>",
         group="run",
         metavar="DIR",
@@ -197,94 +207,87 @@ class Config:
     )
     resume: str | None = option(
         None,
-        "continue from the newest checkpoint of that run, with its options unless others are "
-        "typed; auto: from --run-dir if it has one, else from runs/latest if that run is "
-        "unfinished and this one is in runs/ too, else as without it: start from scratch",
+        "continue from the newest checkpoint of that run directory, with the options of that run "
+        "unless others are typed; auto: from --run-dir if it has a checkpoint, else from "
+        "runs/latest if that run is unfinished and this one is in runs/ too, else start from "
+        "scratch, as without it",
         group="run",
         metavar="DIR|auto",
         resume="own",
     )
     checkpoint_every: str = option(
         "60s",
-        "how often to save all that training goes on from, in updates (500) or seconds (60s); "
-        "0 for only when the job ends or fails",
+        "how often to save a checkpoint, in updates (500) or in seconds (60s); 0 for only when "
+        "the job ends or fails",
         group="run",
+        pattern="[0-9]{1,9}s?",
+        wanted="a number of updates such as 500, or of seconds such as 60s",
         metavar="UPDATES|SECONDSs",
     )
-    keep: int = option(2, "checkpoints to keep, the newest ones", group="run", least=1)
+    keep: int = option(2, "how many checkpoints to keep", group="run", least=1)
     start_timeout: float = option(
-        120.0, "seconds to wait for all ranks to arrive", group="run", least=1, most=WEEK_S
+        120.0,
+        "seconds to wait for all ranks to arrive",
+        group="run",
+        least=LEAST_START_TIMEOUT_S,
+        most=WEEK_S,
     )
     rpc_timeout: float = option(
         0.0,
-        "seconds one call to the server may take, 0 for no limit of its own: a server that hangs "
-        "is found by --stall-timeout, which also says why",
+        "seconds that one call to the server may take; --stall-timeout finds a server that hangs "
+        "without it, and says why it hangs",
         group="run",
-        least=0,
+        zero="no limit",
+        least=LEAST_STALL_TIMEOUT_S,
         most=WEEK_S,
     )
     stall_timeout: float = option(
         300.0,
-        "seconds without progress after which a trainer or the server counts as stalled; more for "
-        "a first step or an evaluation that takes longer, 0 for never, as under a debugger",
+        "seconds without progress after which a trainer or the server counts as stalled; type "
+        "more for a first step or an evaluation that takes longer, and 0 under a debugger",
         group="run",
-        least=0,
+        zero="never",
+        least=LEAST_STALL_TIMEOUT_S,
         most=WEEK_S,
     )
     memory_limit: str = option(
         "0",
-        "memory that all ranks together may use, such as 8GiB, where the host and its cgroup "
-        "would allow more; 0 for no limit of its own",
+        "memory that all ranks together may use, such as 8GiB, if that is less than the host and "
+        "its cgroup allow; 0 for no limit of its own",
         group="run",
+        pattern=_SIZE,
+        wanted="a size such as 8GiB or 500MiB",
         metavar="SIZE",
     )
     on_nonfinite: str = option(
         "stop",
-        "what to do with a loss or gradient that is not finite, which never reaches the weights: "
+        "what to do about a loss or gradient that is not finite, which never reaches the weights: "
         "stop the job, or skip the order and count it",
         group="training",
         choices=("stop", "skip"),
     )
     inject: tuple[str, ...] = option(
         (),
-        f"inject a fault, none without it; may be given several times: {FAULTS}",
+        f"inject a fault, to try out what happens; may be given several times: {FAULTS}",
         group="run",
         metavar="FAULT",
         resume="own",
     )
     log_level: str = option(
         "info",
-        "least severe line to print",
+        "least severe message to print",
         group="run",
         choices=("debug", "info", "warning"),
         resume="own",
     )
 
     def __post_init__(self) -> None:
-        for spec in fields(self):
-            _check(spec.name, getattr(self, spec.name), spec.metadata)
+        check(self)
         schedule_factor(self.lr_schedule)
-        if self.staleness != "inf" and not re.fullmatch("[0-9]{1,9}", self.staleness):
-            raise ConfigError(
-                f"--staleness must be inf or a whole number, 0 or more, got {self.staleness!r}"
-            )
-        _ = self.memory_limit_bytes, self.faults
-        if not re.fullmatch("[0-9]{1,9}s?", self.checkpoint_every):
-            raise ConfigError(
-                "--checkpoint-every must be a number of updates such as 500, or of seconds such "
-                f"as 60s, got {self.checkpoint_every!r}"
-            )
+        _ = self.faults  # reading them is the check
         if self.compute == "trainer" and self.num_gpus:
             raise ConfigError(
-                f"--num-gpus {self.num_gpus} is for --compute server; trainers compute on the CPU"
-            )
-        if not self.data_mirror.startswith(("http://", "https://")):
-            raise ConfigError(
-                f"--data-mirror must start with http:// or https://, got {self.data_mirror!r}"
-            )
-        if self.workload not in ("auto", "mnist", "digits") and not _is_plug_in(self.workload):
-            raise ConfigError(
-                f"--workload must be auto, mnist, digits or module:function, got {self.workload!r}"
+                f"--num-gpus {self.num_gpus} needs --compute server: trainers compute on the CPU"
             )
 
     def lr_of(self, batches_per_update: int) -> float:
@@ -296,9 +299,9 @@ class Config:
         return LR * batches_per_update if self.lr is None else self.lr
 
     @property
-    def max_lag(self) -> int | None:
-        """--staleness as a number of orders, None without a limit."""
-        return None if self.staleness == "inf" else int(self.staleness)
+    def lag_limit(self) -> int | None:
+        """--max-lag as a number of orders, None without a limit."""
+        return None if self.max_lag == "inf" else int(self.max_lag)
 
     @property
     def checkpoint_updates(self) -> int | None:
@@ -313,185 +316,67 @@ class Config:
 
     @property
     def rpc_timeout_s(self) -> float | None:
-        """--rpc-timeout, None for no limit."""
+        """--rpc-timeout in seconds, None for no limit."""
         return self.rpc_timeout or None
 
     @property
     def stall_timeout_s(self) -> float | None:
-        """--stall-timeout, None for never."""
+        """--stall-timeout in seconds, None for never."""
         return self.stall_timeout or None
 
     @property
     def memory_limit_bytes(self) -> int | None:
         """--memory-limit in bytes, None without one."""
-        found = re.fullmatch(
-            r"([0-9]{1,15}(?:\.[0-9]{1,15})?)(KiB|MiB|GiB|TiB|B)?", self.memory_limit
-        )
-        if not found:
-            raise ConfigError(
-                f"--memory-limit must be a size such as 8GiB or 500MiB, got {self.memory_limit!r}"
-            )
-        power = ("B", "KiB", "MiB", "GiB", "TiB").index(found[2] or "B")
-        return int(float(found[1]) * 1024**power) or None
+        number, unit = re.findall(_SIZE, self.memory_limit)[0]
+        power = ("B", "KiB", "MiB", "GiB", "TiB").index(unit or "B")
+        return int(float(number) * 1024**power) or None
 
     @property
     def faults(self) -> tuple[Fault, ...]:
-        """--inject."""
+        """--inject.
+
+        Raises:
+            ConfigError: a text is none of the forms of a fault.
+        """
         return tuple(parse_fault(text) for text in self.inject)
 
     def to_json(self, *, inherited_only: bool = False) -> dict[str, Any]:
         """The options as JSON can hold them; inherited_only without those of one run alone."""
-        return {
-            spec.name: _plain(value)
-            for spec in fields(self)
-            for value in [getattr(self, spec.name)]
-            if not (inherited_only and spec.metadata["resume"] == "own")
-        }
+        return to_json(self, inherited_only=inherited_only)
 
     @classmethod
     def from_json(cls, options: Mapping[str, Any]) -> Config:
-        """What to_json() gave.
+        """Read what to_json() gave, in this or an earlier version.
 
         Raises:
-            ConfigError: there is an option that is not known here, or an impossible value.
+            ConfigError: an option is unknown, or its value is not possible.
         """
-        types = {spec.name: str(spec.type) for spec in fields(cls)}
-        if unknown := sorted(options.keys() - types.keys()):
-            raise ConfigError(f"{flag(unknown[0])} is not an option of this version")
-        return cls(**{name: _from_plain(types[name], name, options[name]) for name in options})
-
-
-def _from_plain(annotation: str, name: str, value: Any) -> Any:
-    if value is None and annotation.endswith("| None"):
-        return None
-    kind = _kind(annotation)
-    in_json: Any = {Path: str, tuple: list, float: (float, int)}.get(kind, kind)
-    if not isinstance(value, in_json) or (isinstance(value, bool) and kind is not bool):
-        raise ConfigError(f"{flag(name)} cannot be {value!r}")
-    return kind(value)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return list(value)
-    return str(value) if isinstance(value, Path) else value
-
-
-def flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _check(name: str, got: Any, limits: Any) -> None:
-    if got is None:
-        return
-    if isinstance(got, float) and not math.isfinite(got):
-        raise ConfigError(f"{flag(name)} must be finite, got {got}")
-    if limits["least"] is not None and got < limits["least"]:
-        raise ConfigError(f"{flag(name)} must be {limits['least']} or more, got {got}")
-    if limits["above"] is not None and got <= limits["above"]:
-        raise ConfigError(f"{flag(name)} must be above {limits['above']}, got {got}")
-    if limits["most"] is not None and got > limits["most"]:
-        raise ConfigError(f"{flag(name)} must be {limits['most']} or less, got {got}")
-    if limits["choices"] and got not in limits["choices"]:
-        raise ConfigError(f"{flag(name)} must be {' or '.join(limits['choices'])}, got {got!r}")
-
-
-def _is_plug_in(text: str) -> bool:
-    module, colon, function = text.partition(":")
-    names = [*module.split("."), function]
-    return bool(colon) and all(name.isidentifier() for name in names)
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see: python launch.py --help")
+        return cls(**values_from_json(cls, options))
 
 
 def parse_args(argv: Sequence[str], inherited: Mapping[str, Any] | None = None) -> Config:
     """Read the command line. `--help` prints and raises SystemExit(0).
 
-    inherited are the options of the run to go on from, as to_json() gave them.
+    inherited are the options of the run that is to be continued, as to_json() gave them.
 
     Raises:
-        ConfigError: an option is unknown, its value is of the wrong kind or out of range, or it
-            cannot change when a run goes on.
+        ConfigError: an option is unknown, its value has the wrong type or is out of range, or it
+            must stay as it was in the run that is to be continued.
     """
-    typed = vars(_parser().parse_args(argv))
-    if "inject" in typed:
-        typed["inject"] = tuple(typed["inject"])
-    if inherited is None:
-        return Config(**typed)
-    base = Config.from_json(inherited)
-    if typed.get("workload") == "auto":
-        del typed["workload"]  # what it stands for was settled there
-    for spec in fields(Config):
-        before = getattr(base, spec.name)
-        if spec.metadata["resume"] == "fixed" and typed.get(spec.name, before) != before:
-            raise ConfigError(
-                f"{flag(spec.name)} {typed[spec.name]} cannot be: the run to go on from has "
-                f"{before}; omit it, or omit --resume"
-            )
-    return replace(base, **typed)
-
-
-def _parser() -> argparse.ArgumentParser:
-    """Gives what was typed, and nothing for the other options."""
-    parser = _Parser(
+    typed = read_command_line(
+        Config,
+        argv,
         prog="launch.py",
         usage=USAGE,
         description="Train one model with a parameter server on this host.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
     )
-    groups: dict[str, Any] = {}
-    for spec in fields(Config):
-        group = spec.metadata["group"]
-        if group not in groups:
-            groups[group] = parser.add_argument_group(group)
-        groups[group].add_argument(
-            flag(spec.name), **_argument(_kind(str(spec.type)), spec.default, spec.metadata)
-        )
-    return parser
-
-
-def _argument(kind: type, default: Any, metadata: Any) -> dict[str, Any]:
-    text = metadata["help"].replace("%", "%%")
-    limits = [
-        f"{word} {metadata[key]}"
-        for key, word in (("least", "at least"), ("above", "above"), ("most", "at most"))
-        if metadata[key] is not None
-    ]
-    notes = [*([f"default: {default}"] if default not in (None, ()) else []), *limits]
-    text += f" ({'; '.join(notes)})" if notes else ""
-    if kind is tuple:
-        return {"action": "append", "help": text, "metavar": metadata["metavar"]}
-    if kind is bool:
-        return {"action": argparse.BooleanOptionalAction, "help": text}
-    choices = metadata["choices"]
-    metavar = metadata["metavar"] or ("|".join(choices) if choices else _metavar(kind))
-    return {"type": _named(kind), "help": text, "metavar": metavar}
-
-
-def _kind(annotation: str) -> type:
-    """The type in an annotation such as `float | None`."""
-    kinds = {"str": str, "int": int, "float": float, "bool": bool, "Path": Path}
-    return tuple if annotation.startswith("tuple") else kinds[annotation.removesuffix(" | None")]
-
-
-def _metavar(kind: type) -> str:
-    return {int: "N", float: "X"}.get(kind, "TEXT")
-
-
-def _named(kind: type) -> Any:
-    """The converter, under the name that argparse shows when a value does not fit."""
-    words = {int: "whole number", float: "number", Path: "folder", str: "text"}
-
-    def convert(text: str) -> Any:
-        if not text:
-            raise ValueError("empty")
-        return kind(text)
-
-    convert.__name__ = words.get(kind, kind.__name__)
-    return convert
+    if inherited is None:
+        return Config(**typed)
+    if typed.get("workload") == "auto":
+        del typed["workload"]  # that run has settled what auto means
+    values = continued(Config, typed, values_from_json(Config, inherited))
+    try:
+        return Config(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{error} (of the run that is continued, unless typed)") from None

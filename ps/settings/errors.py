@@ -1,4 +1,7 @@
-"""The ways in which a job can fail, each with its exit code. Not all of them are raised."""
+"""The ways in which a job can fail, each with its exit code.
+
+Some are never raised: they only give a finding its exit code.
+"""
 
 from __future__ import annotations
 
@@ -82,6 +85,16 @@ class Interrupted(BaseException):
         return cls(str(error), error.exit_code)
 
 
+def is_explained(error: BaseException) -> bool:
+    """Whether its message says all that the person who started the job needs to know."""
+    return isinstance(error, PsError | Interrupted)
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Ours have their own; 1 for everything else, also where a plug-in calls sys.exit()."""
+    return error.exit_code if isinstance(error, PsError | Interrupted) else 1
+
+
 def first_line(error: object) -> str:
-    """Of its text, without the C++ stack that torch puts behind it; empty if it has none."""
+    """The first line of its text, without the C++ stack that torch appends; may be empty."""
     return (str(error).splitlines() or [""])[0]

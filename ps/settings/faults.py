@@ -1,7 +1,4 @@
-"""Faults to try out: what --inject says. Pure: no torch, no clock.
-
-What a fault then does to a process is in ps/injection.py.
-"""
+"""The faults that --inject can name. What a fault then does to a process is in ps.job.injection."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ class Fault:
     kind: str
     rank: int
     amount: float
-    """The update to wait for; MiB per second of a leak; how many times slower."""
+    """The update at which it happens; the MiB per second of a leak; how many times slower."""
 
     def __str__(self) -> str:
         """As it is typed."""
@@ -37,13 +34,13 @@ class Fault:
 
 
 def parse_fault(text: str) -> Fault:
-    """Read one as typed.
+    """Read a fault as it is typed.
 
     Raises:
-        ConfigError: it is none of the forms.
+        ConfigError: the text has none of the forms.
     """
     found = _PATTERN.fullmatch(text.replace(" ", ""))
     if not found:
-        raise ConfigError(f"--inject must be {FORMS}; got {text!r}")
+        raise ConfigError(f"--inject must be {FORMS}, got {text!r}")
     kind, rank, amount = (part for part in found.groups() if part is not None)
     return Fault(kind, int(rank), float(amount))

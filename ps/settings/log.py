@@ -1,4 +1,4 @@
-"""One log format: every line is written whole and carries role and rank."""
+"""The format of log lines: each carries the role and the rank of the process that writes it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class _RoleFormatter(logging.Formatter):
 
 
 def configure(role: str, rank: int | str, level: str = "info") -> None:
-    """Send what is at least `level` to stdout, warnings and errors to stderr.
+    """Print messages of at least this level: warnings and errors to stderr, others to stdout.
 
-    Calling it again replaces what was configured before.
+    level is debug, info or warning. A second call replaces what the first one configured.
     """
     for handler in list(log.handlers):
         log.removeHandler(handler)

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: the factor on --lr as a function of the update number. No torch."""
+"""Learning-rate schedules: the factor on --lr as a function of the number of the update."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ FORMS = "constant, linear, cosine or step:UPDATES:FACTOR"
 
 
 def schedule_factor(spec: str) -> Callable[[int, int], float]:
-    """Read a schedule as typed and return factor(update, total_updates).
+    """Read a schedule as it is typed, and return factor(update, total_updates).
 
     update counts from 0. `linear` and `cosine` go from 1 towards 0 over the whole job;
     `step:UPDATES:FACTOR` multiplies by FACTOR after every UPDATES updates.
 
     Raises:
-        ConfigError: the text is none of the forms.
+        ConfigError: the text has none of the forms.
     """
     name, *rest = spec.split(":")
     if name == "constant" and not rest:

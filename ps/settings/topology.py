@@ -1,4 +1,4 @@
-"""Who is whom: torchrun's environment, read once into a frozen value."""
+"""torchrun's environment variables, read into frozen values. No other module reads them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,42 @@ SERVER_RANK = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """How this process was started, as far as that is known before anything is checked.
+
+    For messages and exit codes of a process whose variables or options may be wrong.
+    """
+
+    rank_text: str
+    """The rank as it was given, 0 without one; it may be no number at all."""
+    error_file: str | None
+    """Where torchrun looks for this rank's error."""
+    is_under_torchrun: bool
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> Origin:
+        """Read torchrun's variables. Never fails."""
+        return cls(
+            rank_text=environ.get("RANK") or str(SERVER_RANK),
+            error_file=environ.get("TORCHELASTIC_ERROR_FILE"),
+            is_under_torchrun="TORCHELASTIC_RUN_ID" in environ,
+        )
+
+    @property
+    def is_server(self) -> bool:
+        try:
+            return int(self.rank_text) == SERVER_RANK
+        except ValueError:
+            return False
+
+    @property
+    def role(self) -> str:
+        return "server" if self.is_server else "trainer"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Topology:
-    """Where this process stands in the job."""
+    """The place of this process in the job, and where the ranks of the job meet."""
 
     rank: int
     world_size: int
@@ -23,17 +57,17 @@ class Topology:
     agent_hosts_store: bool = False
     """Whether torchrun itself serves the store at master_addr:master_port."""
     run_id: str | None = None
-    """torchrun's name for the job, the same on all ranks and attempts."""
+    """torchrun's name of the job, the same on all ranks and in all attempts."""
     error_file: str | None = None
-    """Where torchrun looks for this rank's error; it lies in torchrun's log directory."""
+    """Where torchrun looks for this rank's error, in its own log directory."""
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str], argv: Sequence[str] = ()) -> Topology:
         """Read torchrun's variables. argv only completes the command in the error message.
 
         Raises:
-            LaunchError: a variable is missing, is not a number or contradicts another, or the job
-            spans several hosts: RPC would have to leave the loopback interface.
+            LaunchError: a variable is missing, is not a number or contradicts another, or the
+                ranks are on several hosts, which the links cannot connect.
         """
         needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         missing = [name for name in needed if not environ.get(name)]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ps.model.flat import FlatModel
 from ps.model.mailbox import Mailbox
 from ps.model.passes import Passes
-from ps.model.randomness import seed_process, step_seed
+from ps.model.randomness import evaluation_seed, loss_seed, seed_process, step_seed
 from ps.protocol import Assignment, Evaluate, Evaluated, Push, Result, Server, Train, Trained
 from ps.settings.errors import TrainingFailed
 from ps.trainer.loading import Loader
@@ -51,11 +51,11 @@ class ServerComputeWorker:
 
     def _train(self, order: Train) -> Trained:
         samples, loss_sum, gradient = len(order.indices), 0.0, None
-        for micro_batch, indices in enumerate(self._passes.parts(order.indices)):
+        for micro_batch, indices in enumerate(self._passes.micro_batches(order.indices)):
             if gradient is not None:
                 self._server.backward(self._trainer, gradient)
             inputs, targets = self._loader.batch(order, micro_batch, indices)
-            seed_process(step_seed(self._passes.seed, order.epoch, order.batch, micro_batch))
+            seed_process(loss_seed(self._passes.seed, order.epoch, order.batch, micro_batch))
             outputs = self._server.forward(self._trainer, order.epoch, order.batch, inputs)
             loss = self._workload.loss(outputs.requires_grad_(), targets)
             _backward(loss, len(indices), samples)
@@ -67,6 +67,7 @@ class ServerComputeWorker:
         return Trained(order.epoch, order.batch, samples, loss_sum / samples, gradient)
 
     def _evaluate(self, order: Evaluate) -> Evaluated:
+        seed_process(evaluation_seed(self._passes.seed, order.epoch, order.slice))
         inputs, targets = fetch(self._workload.test, range(order.start, order.stop))
         return _evaluated(
             order, self._workload, self._server.evaluate(self._trainer, inputs), targets
@@ -112,7 +113,7 @@ class TrainerComputeWorker:
     def _train(self, order: Train, version: int) -> Trained:
         samples, loss_sum = len(order.indices), 0.0
         self._used.clear()
-        for micro_batch, indices in enumerate(self._passes.parts(order.indices)):
+        for micro_batch, indices in enumerate(self._passes.micro_batches(order.indices)):
             inputs, targets = self._loader.batch(order, micro_batch, indices)
             seed_process(step_seed(self._passes.seed, order.epoch, order.batch, micro_batch))
             outputs = self._passes.run(self._model, inputs)
@@ -129,6 +130,7 @@ class TrainerComputeWorker:
         return Push(version, tuple(place for place in range(count) if place not in self._used))
 
     def _evaluate(self, order: Evaluate) -> Evaluated:
+        seed_process(evaluation_seed(self._passes.seed, order.epoch, order.slice))
         inputs, targets = fetch(self._workload.test, range(order.start, order.stop))
         self._model.eval()
         with torch.inference_mode():

@@ -40,7 +40,7 @@ def check(workload: object, source: str) -> None:
         ConfigError: as said.
     """
     if not isinstance(workload, Workload):
-        raise ConfigError(f"{source} must return a ps.workload.Workload, got {_kind(workload)}")
+        raise ConfigError(f"{source} must return a ps.Workload, got {_kind(workload)}")
     for part in ("model", "loss", "correct"):
         if not callable(getattr(workload, part)):
             raise ConfigError(

@@ -13,10 +13,10 @@ from contextlib import suppress
 
 import pytest
 
-from benchmarks.jobs import ROOT
 from ps.host.processes import FROM_TORCHRUN, SHOW_STACKS
 from ps.host.signals import Phase, Signals, restore_defaults
 from ps.settings.errors import Interrupted
+from tests.jobs import ROOT
 
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129, signal.SIGQUIT: 131}
 ORPHANED = 9

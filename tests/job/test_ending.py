@@ -15,19 +15,20 @@ from typing import Any, cast
 
 import pytest
 import torch
+from ps.job.parts import ServerParts, server_parts
+from ps.job.run import _after_update
 
 from ps.host.gate import Gate
-from ps.host.health import Doing, Finding
+from ps.host.health import Activity, Finding
+from ps.host.monitors import Limits
 from ps.host.processes import Identity, Peer
 from ps.host.signals import Signals
 from ps.host.stacks import stacks_path
 from ps.host.watch import Watch
 from ps.job.checkpoint import Checkpointer, Checkpoints, read
 from ps.job.ending import Ending
-from ps.job.parts import ServerParts, server_parts
 from ps.job.preparation import Prepared, prepare
 from ps.job.report import report_without_server
-from ps.job.run import _after_update
 from ps.job.rundir import RunDirectory, checkpoints_in, options_of
 from ps.protocol import Train
 from ps.server.metrics import EpochRecord
@@ -69,8 +70,7 @@ class Run:
         argv = ["--run-dir", str(self.folder), "--threads", "1"]
         argv += ["--resume", options["resume"]] if "resume" in options else []
         prepared = prepare(ALONE, config, argv)
-        assert prepared.run_dir._lock is not None
-        os.close(prepared.run_dir._lock)  # another of this process may go on there
+        prepared.run_dir.close()  # another of this process may go on there
         earlier = Checkpoints(prepared.resume_from) if prepared.resume_from else None
         self.job: ServerParts = server_parts(ALONE, prepared.config, earlier)
         self.ending = Ending(self.job, ALONE, prepared, None)
@@ -236,8 +236,8 @@ class Started:
         assert isinstance(order, Train)
         return order
 
-    def look_at(self, peers: Mapping[int, Peer]) -> None:
-        self.ending.watch_ranks(peers, Watch(Signals()))
+    def look_at(self, peers: Mapping[int, Peer], limits: Limits = Limits()) -> None:
+        self.ending.watch_ranks(peers, Watch(Signals()), limits)
 
 
 @pytest.fixture
@@ -369,7 +369,7 @@ def test_stacks_are_named_and_files_without_any_are_removed(run: Started) -> Non
     run.begin()
     for rank, content in ((0, ""), (1, "Thread 0x1:\n"), (2, "")):
         stacks_path(run.path, rank).write_text(content)
-    run.parts.server.found(Finding(1, "it has made no progress", 5))
+    run.parts.server.report(Finding(1, "it has made no progress", 5))
     run.ending.finish()
     assert run.report["failure"]["stacks"] == str(stacks_path(run.path, 1))
     assert [path.name for path in run.path.glob("stacks-*")] == ["stacks-rank-1.txt"]
@@ -379,7 +379,7 @@ def test_stacks_of_another_rank_are_not_those_of_the_cause(run: Started) -> None
     run.begin()
     stacks_path(run.path, 1).write_text("Thread 0x1:\n")
     stacks_path(run.path, 2).write_text("")
-    run.parts.server.found(Finding(2, "it has made no progress", 5))
+    run.parts.server.report(Finding(2, "it has made no progress", 5))
     run.ending.finish()
     assert run.report["failure"]["stacks"] is None
 
@@ -400,7 +400,7 @@ def test_the_results_are_written_though_all_was_saved_when_the_run_directory_was
     run.begin()
     run.train()
     run.ending.checkpointer.due()
-    until(lambda: run.ending.checkpointer.last is not None, BOUND_S)
+    until(lambda: run.ending.checkpointer.newest is not None, BOUND_S)
     time.sleep(0.05)
     shutil.rmtree(run.path)
     run.ending.finish()
@@ -456,7 +456,7 @@ def test_what_a_trainer_has_reported_stays_the_cause_if_the_server_goes_on_after
     run.begin()
     run.take_order(1)
     report_without_server(run.path, STOPPED, {"pid": 7})
-    run.parts.server.found(Finding(1, "ended with exit code 5", 4, is_gone=True))
+    run.parts.server.report(Finding(1, "ended with exit code 5", 4, is_gone=True))
     run.parts.server.stop(Outcome("interrupted", 143, "stopped by SIGTERM"))
     outcome = run.ending.finish()
     assert outcome == Outcome("failed", 5, CAUSE)
@@ -497,16 +497,15 @@ def test_a_server_whose_lock_is_never_given_back_tells_so_and_ends(
     """An update that hangs, as the watching thread finds it."""
     codes: list[int] = []
     monkeypatch.setattr("ps.job.ending.leave", codes.append)
-    monkeypatch.setattr("ps.host.looks.LOCK_BOUND_S", 0.7)
     run.begin()
     with sleeper() as process, sleeper() as other:
         me = Peer(Identity.of(os.getpid()))
-        run.look_at({0: me, 1: peer_of(process), 2: peer_of(other)})
+        run.look_at({0: me, 1: peer_of(process), 2: peer_of(other)}, Limits(lock_timeout_s=0.7))
         assert run.ending.side is not None
         run.take_order(1)
         run.ending.side.look()
         with run.parts.store.lock:
-            run.parts.server._does(1, Doing.SERVED, time.monotonic() - 400)
+            run.parts.server._does(1, Activity.SERVED, time.monotonic() - 400)
             run.ending.side.look()
             assert codes == []
             run.ending.side.look()
@@ -551,18 +550,28 @@ def test_a_folder_that_cannot_be_written_is_told_before_training(run: Started) -
     run.path.unlink()
 
 
-@pytest.mark.slow
-def test_a_last_state_that_is_not_saved_is_told_and_so_is_what_is_left(
-    run: Started, warnings: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_where_the_end_is_not_saved_the_newest_checkpoint_is_named_if_there_is_one(
+    tmp_path: Path, warnings: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ps.job.ending.SAVE_BOUND_S", 0.1)
-    monkeypatch.setattr(run.ending.checkpointer._checkpoints, "write", lambda *_: time.sleep(1))
-    run.begin()
-    run.parts.server.stop(Outcome("failed", 1, "boom"))
-    run.ending.finish()
-    assert warnings.records[0].getMessage() == (
-        "the last state is not saved; the newest checkpoint is None"
-    )
+    """Also if it is of the run that this one goes on with, in the same folder."""
+
+    def fail(*args: object) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    first = Run(tmp_path / "kept")
+    first.update()
+    first.end()
+    [checkpoint] = checkpoints_in(first.folder)
+    monkeypatch.setattr(Checkpoints, "write", fail)
+    for run, newest in (
+        (Run(tmp_path / "kept", resume=str(first.folder)), str(checkpoint)),
+        (Run(tmp_path / "new"), None),
+    ):
+        warnings.clear()
+        run.end()
+        assert run.report["checkpoint"] == newest
+        assert [message for message in warnings.messages if "None" in message] == []
+        assert newest is None or any(newest in message for message in warnings.messages)
 
 
 def test_a_disk_that_is_read_only_by_then_keeps_nothing_from_ending(

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from ps.job.parts import ServerParts, server_parts
 from torch import Tensor, nn
 
 from ps.job.checkpoint import Checkpoints
-from ps.job.parts import ServerParts, server_parts
 from ps.model.passes import Passes
 from ps.protocol import Evaluate, Finished, Order, Train
 from ps.server.server import Outcome
@@ -76,7 +76,7 @@ def config_of(workload: str = "small", **options: Any) -> Config:
 
 
 def in_step(**options: Any) -> Config:
-    return config_of(staleness="0", momentum=0.9, lr_schedule="linear", **options)
+    return config_of(max_lag="0", momentum=0.9, lr_schedule="linear", **options)
 
 
 class Job:
@@ -281,7 +281,7 @@ def test_the_schedule_ends_with_the_job_when_the_number_of_trainers_changes(
         assert job.parts.orders.updates_left == total - 3
         job.finish()
         assert job.parts.store.version == total
-        [group] = job.parts.store._optimizer.param_groups
+        [group] = job.parts.store.optimizer.options
         assert group["lr"] == pytest.approx(job.parts.lr / total)
 
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.jobs import ROOT
 from ps.host.health import Finding
 from ps.host.stacks import stacks_path
 from ps.job.report import (
@@ -31,6 +30,7 @@ from ps.job.report import (
 )
 from ps.settings.config import Config
 from tests.helpers import run_threads, topology_of
+from tests.jobs import ROOT
 
 STOPPED = Finding(0, "it has been stopped for 3 s", 5, is_halted=True)
 PID = 7

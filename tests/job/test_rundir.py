@@ -15,7 +15,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.jobs import ROOT
 from ps.job.rundir import (
     RunDirectory,
     checkpoints_in,
@@ -28,6 +27,7 @@ from ps.job.rundir import (
     sequence_of,
 )
 from ps.settings.errors import CheckpointUnusable, ConfigError
+from tests.jobs import ROOT
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.jobs import ROOT
 from ps.host import libc
 from ps.links import channel, local
 from ps.links.channel import Address, Channel, Listener
@@ -43,6 +42,7 @@ from tests.helpers import (
     until,
     worker,
 )
+from tests.jobs import ROOT
 from tests.plugins import perceptron, wide
 
 pytestmark = pytest.mark.slow
@@ -148,18 +148,12 @@ def test_another_user_is_refused_on_either_side(
     end: LocalServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also one who has read the key in the store, which every user can."""
-    monkeypatch.setattr(channel, "_user_of", lambda peer: os.getuid() + 1)
+    monkeypatch.setattr(channel, "user_of", lambda peer: os.getuid() + 1)
     address = address_of(end)
     with pytest.raises(LaunchError, match="another user answers there"):
         LocalLink(address, 1, 2.0)
     with pytest.raises((EOFError, OSError)), raw(address) as stranger:
         answer_challenge(stranger, bytes.fromhex(address.key))
-
-
-def test_who_is_at_the_other_end_is_known_by_the_kernel() -> None:
-    first, second = socket.socketpair(socket.AF_UNIX)
-    with first, second:
-        assert channel._user_of(first) == os.getuid()
 
 
 def test_who_connects_and_says_nothing_keeps_nobody_waiting(parts: Parts, end: LocalServer) -> None:

@@ -187,13 +187,13 @@ def test_both_at_once_work_together() -> None:
 )
 def test_an_order_is_computed_in_portions(samples: int, batch_size: int, sizes: list[int]) -> None:
     indices = tuple(range(100, 100 + samples))
-    parts = Passes(batch_size=batch_size).parts(indices)
+    parts = Passes(batch_size=batch_size).micro_batches(indices)
     assert [len(part) for part in parts] == sizes
     assert [index for part in parts for index in part] == list(indices)
 
 
 def test_an_order_is_one_portion_by_default() -> None:
-    assert Passes().parts(range(10**6)) == [range(10**6)]
+    assert Passes().micro_batches(range(10**6)) == [range(10**6)]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
 from ps.model.flat import FlatModel
+from ps.model.gradients import check_gradients
 from ps.model.mailbox import Mailbox, private_mailbox
 from ps.model.passes import Passes
 from ps.model.randomness import SeededForward, step_seed
@@ -91,7 +92,7 @@ def same(one: Sequence[Tensor | None], other: Sequence[Tensor | None]) -> bool:
 
 
 def apply(store: Store, contribution: Contribution) -> None:
-    store.check(contribution.gradients, contribution.blocks)
+    check_gradients(contribution.gradients, store.names, contribution.blocks)
     store.apply(contribution.gradients)
     store.take_buffers(contribution.buffers)
 
@@ -116,7 +117,7 @@ class ServerSide:
 
     def do(self, order: Train, trainer: int = 1) -> Contribution:
         samples, gradient = len(order.indices), torch.empty(0)
-        for part, indices in enumerate(self.passes.parts(order.indices)):
+        for part, indices in enumerate(self.passes.micro_batches(order.indices)):
             if part:
                 self.compute.backward(trainer, gradient)
             inputs, targets = fetch(self.workload.train, indices)
@@ -604,7 +605,7 @@ def test_what_an_unused_parameter_left_in_the_mailbox_fails_no_check(by_message:
     side.do(order_of(0, POSITIVE))
     side.mailbox.gradients.view(torch.float32).fill_(float("nan"))
     contribution = side.do(order_of(1, NEGATIVE))
-    side.store.check(contribution.gradients, contribution.blocks)
+    check_gradients(contribution.gradients, side.store.names, contribution.blocks)
 
 
 class Another(Net):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ps.settings.config import parse_args
@@ -44,6 +44,7 @@ def test_a_slow_rank_is_read_as_it_is_written(rank: int, factor: object) -> None
     assert parse_fault(f"slow:{rank}x{factor}") == Fault("slow", rank, float(str(factor)))
 
 
+@settings(max_examples=30)
 @given(st.text() | st.from_regex(r"\A(kill|leak|slow):\d{0,20}[@x][\d.]{0,20}\Z"))
 def test_any_text_is_a_fault_or_refused(text: str) -> None:
     with suppress(ConfigError):
@@ -65,20 +66,16 @@ def test_any_text_is_a_fault_or_refused(text: str) -> None:
         "kill:2@50\n",
     ],
 )
-def test_any_other_text_is_refused_with_the_forms_and_what_was_seen(text: str) -> None:
+def test_any_other_text_is_refused_with_the_forms_and_what_was_typed(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_fault(text)
-    assert str(caught.value) == f"--inject must be {FORMS}; got {text!r}"
+    assert str(caught.value).startswith(f"--inject must be {FORMS}")
+    assert repr(text) in str(caught.value)
 
 
 def test_several_faults_may_be_typed() -> None:
     config = parse_args(["--inject", "kill:2@50", "--inject", "slow:1x3"])
     assert config.faults == (Fault("kill", 2, 50), Fault("slow", 1, 3))
-
-
-def test_a_fault_that_is_none_is_a_bad_option() -> None:
-    with pytest.raises(ConfigError, match="--inject must be"):
-        parse_args(["--inject", "kill:2"])
 
 
 @pytest.mark.parametrize("typed", ["kill:2@60", "slow:1x1.5", "leak:0@250"])

@@ -1,11 +1,11 @@
-"""torchrun's environment, read into a Topology, and what is said when it is not usable."""
+"""torchrun's variables, read into an Origin and a Topology, and how unusable ones are refused."""
 
 from __future__ import annotations
 
 import pytest
 
 from ps.settings.errors import LaunchError
-from ps.settings.topology import Topology
+from ps.settings.topology import Origin, Topology
 
 GOOD = {
     "RANK": "2",
@@ -18,20 +18,18 @@ GOOD = {
     "TORCHELASTIC_RUN_ID": "job-7",
     "TORCHELASTIC_ERROR_FILE": "/tmp/log/attempt_3/2/error.json",
 }
+NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 COMMAND = "torchrun --standalone --nproc_per_node=4 launch.py"
 
 
 def at(rank: int, world_size: int) -> Topology:
-    return Topology.from_environ(
-        GOOD
-        | {name: str(world_size) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
-        | {"RANK": str(rank)}
-    )
+    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
+    return Topology.from_environ(GOOD | sizes | {"RANK": str(rank)})
 
 
-def message_of(**changed: str) -> str:
+def refused(environ: dict[str, str], *argv: str) -> str:
     with pytest.raises(LaunchError) as caught:
-        Topology.from_environ(GOOD | changed)
+        Topology.from_environ(environ, argv)
     return str(caught.value)
 
 
@@ -49,94 +47,51 @@ def test_every_variable_of_torchrun_is_read() -> None:
 
 
 def test_what_torchrun_may_leave_out_has_a_default() -> None:
-    needed = {name: GOOD[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    assert Topology.from_environ(needed) == Topology(
-        rank=2,
-        world_size=4,
-        master_addr="127.0.0.1",
-        master_port=29500,
-        restart_count=0,
-        agent_hosts_store=False,
-        error_file=None,
-    )
+    topology = Topology.from_environ({name: GOOD[name] for name in NEEDED})
+    assert topology == Topology(rank=2, world_size=4, master_addr="127.0.0.1", master_port=29500)
+    assert (topology.restart_count, topology.agent_hosts_store) == (0, False)
+    assert (topology.run_id, topology.error_file) == (None, None)
+    off = GOOD | {"TORCHELASTIC_USE_AGENT_STORE": "False"}
+    assert Topology.from_environ(off).agent_hosts_store is False
 
 
-def test_an_agent_store_that_is_off_is_off() -> None:
-    environ = GOOD | {"TORCHELASTIC_USE_AGENT_STORE": "False"}
-    assert Topology.from_environ(environ).agent_hosts_store is False
+@pytest.mark.parametrize("name", NEEDED)
+def test_a_missing_or_empty_variable_is_named_with_the_command_to_type(name: str) -> None:
+    absent = {key: value for key, value in GOOD.items() if key != name}
+    for environ in (absent, GOOD | {name: ""}):
+        message = refused(environ)
+        assert f"{name} not set" in message
+        assert message.endswith(COMMAND)
 
 
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
-@pytest.mark.parametrize("how", ["absent", "empty"])
-def test_a_missing_variable_is_named_with_the_command_to_type(name: str, how: str) -> None:
-    environ = {key: value for key, value in GOOD.items() if key != name}
-    if how == "empty":
-        environ[name] = ""
-    with pytest.raises(LaunchError) as caught:
-        Topology.from_environ(environ)
-    assert str(caught.value) == f"not started by torchrun ({name} not set); type: {COMMAND}"
-    assert caught.value.exit_code == 3
-
-
-def test_without_torchrun_all_that_is_missing_is_named_at_once() -> None:
-    with pytest.raises(LaunchError) as caught:
-        Topology.from_environ({"HOME": "/root"})
-    assert str(caught.value) == (
-        "not started by torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set); "
-        f"type: {COMMAND}"
-    )
-
-
-def test_the_command_to_type_holds_the_users_own_arguments_quoted_for_a_shell() -> None:
-    argv = ["--workload", "digits", "--run-dir", "my runs/it's", "--lr=0.1"]
-    with pytest.raises(LaunchError) as caught:
-        Topology.from_environ({}, argv)
-    command = str(caught.value).partition("; type: ")[2]
-    assert command == COMMAND + " --workload digits --run-dir 'my runs/it'\"'\"'s' --lr=0.1"
-
-
-def test_a_rank_outside_the_world_is_refused_with_both_numbers() -> None:
-    with pytest.raises(LaunchError) as caught:
-        Topology.from_environ(GOOD | {"RANK": "5", "WORLD_SIZE": "2"})
-    assert str(caught.value) == (
-        "RANK must be below WORLD_SIZE, got RANK=5 WORLD_SIZE=2; let torchrun set both"
-    )
-    assert caught.value.exit_code == 3
-
-
-def test_a_rank_equal_to_the_world_size_is_refused() -> None:
-    assert message_of(RANK="4") == (
-        "RANK must be below WORLD_SIZE, got RANK=4 WORLD_SIZE=4; let torchrun set both"
-    )
+def test_without_torchrun_all_that_is_missing_is_named_and_arguments_are_quoted() -> None:
+    message = refused({}, "--run-dir", "my runs/it's", "--lr=0.1")
+    assert ", ".join(NEEDED) in message
+    assert message.endswith(COMMAND + " --run-dir 'my runs/it'\"'\"'s' --lr=0.1")
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"],
-)
-@pytest.mark.parametrize("text", ["two", "1.5", "0x2"])
-def test_text_where_a_number_belongs_is_refused_as_seen(name: str, text: str) -> None:
-    assert message_of(**{name: text}) == (
-        f"{name} must be a whole number, got {text!r}; let torchrun set it"
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "limit"),
+    ("name", "texts", "limit"),
     [
-        ("RANK", "-1", "0 or more"),
-        ("WORLD_SIZE", "0", "1 or more"),
-        ("LOCAL_WORLD_SIZE", "0", "1 or more"),
-        ("TORCHELASTIC_RESTART_COUNT", "-1", "0 or more"),
-        ("MASTER_PORT", "0", "1 to 65535"),
-        ("MASTER_PORT", "-1", "1 to 65535"),
-        ("MASTER_PORT", "65536", "1 to 65535"),
+        ("RANK", ("two", "1.5", "0x2", "-1"), ""),
+        ("RANK", ("4", "5"), "WORLD_SIZE=4"),
+        ("WORLD_SIZE", ("two", "1.5", "0x2", "0"), ""),
+        ("LOCAL_WORLD_SIZE", ("two", "1.5", "0x2", "0"), ""),
+        ("LOCAL_WORLD_SIZE", ("2",), "--nnodes=1"),
+        ("MASTER_PORT", ("two", "1.5", "0x2"), "whole number"),
+        ("MASTER_PORT", ("0", "-1", "65536"), "1 to 65535"),
+        ("TORCHELASTIC_RESTART_COUNT", ("two", "1.5", "0x2"), "whole number"),
+        ("TORCHELASTIC_RESTART_COUNT", ("-1",), "0 or more"),
     ],
 )
-def test_a_number_out_of_range_is_refused_with_the_limit(name: str, value: str, limit: str) -> None:
-    assert (
-        message_of(**{name: value}) == f"{name} must be {limit}, got {value}; let torchrun set it"
-    )
+def test_a_value_that_is_no_number_or_out_of_range_is_refused(
+    name: str, texts: tuple[str, ...], limit: str
+) -> None:
+    for text in texts:
+        message = refused(GOOD | {name: text})
+        assert text in message
+        assert limit in message
+        assert name in message or "--nnodes" in message
 
 
 @pytest.mark.parametrize("port", [1, 65535])
@@ -160,12 +115,19 @@ def test_rank_0_serves_and_every_other_rank_trains(
     assert not any(rank.is_alone for rank in ranks)
 
 
-def test_a_job_on_several_hosts_is_refused() -> None:
-    assert message_of(LOCAL_WORLD_SIZE="2") == (
-        "all ranks must be on one host, but only 2 of 4 are; give torchrun --nnodes=1"
-    )
-
-
-def test_a_topology_never_changes() -> None:
-    with pytest.raises(AttributeError):
-        Topology.from_environ(GOOD).rank = 1  # type: ignore[misc]
+@pytest.mark.parametrize(
+    ("environ", "seen"),
+    [
+        (GOOD, ("2", False, "trainer", GOOD["TORCHELASTIC_ERROR_FILE"], True)),
+        ({}, ("0", True, "server", None, False)),
+        ({"RANK": ""}, ("0", True, "server", None, False)),
+        ({"RANK": "00"}, ("00", True, "server", None, False)),
+        ({"RANK": "two"}, ("two", False, "trainer", None, False)),
+    ],
+)
+def test_the_origin_is_known_whatever_the_variables_are(
+    environ: dict[str, str], seen: tuple[object, ...]
+) -> None:
+    origin = Origin.from_environ(environ)
+    assert (origin.rank_text, origin.is_server, origin.role) == seen[:3]
+    assert (origin.error_file, origin.is_under_torchrun) == seen[3:]

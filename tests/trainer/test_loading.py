@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.jobs import ROOT
 from ps.model.passes import Passes
 from ps.protocol import Train
 from ps.trainer.loading import Loader
+from tests.jobs import ROOT
 
 
 class Noisy:
@@ -50,7 +50,7 @@ def test_what_a_data_set_draws_depends_on_the_batch_alone(num_workers: int) -> N
     here, ahead = Loader(Noisy(), passes), Loader(Noisy(), passes, num_workers)
     ahead.expect(order_of(9, ahead=orders))
     for order in reversed(orders):
-        for part, indices in enumerate(passes.parts(order.indices)):
+        for part, indices in enumerate(passes.micro_batches(order.indices)):
             inputs, targets = here.batch(order, part, indices)
             loaded_inputs, loaded_targets = ahead.batch(order, part, indices)
             assert torch.equal(inputs[:, :2], loaded_inputs[:, :2])
@@ -63,7 +63,7 @@ def test_what_a_data_set_draws_depends_on_the_batch_alone(num_workers: int) -> N
 @pytest.mark.slow
 def test_loading_overlaps_with_computing() -> None:
     """Ten batches of 0.1 s of loading and 0.1 s of computing take about 1.1 s instead of 2."""
-    loader = Loader(Noisy(fetch_s=0.025), Passes(), num_workers=1)
+    loader = Loader(Noisy(fetch_s=0.025), Passes(), num_processes=1)
     start = time.monotonic()
     for batch in range(10):
         order = order_of(batch, ahead=[order_of(batch + 1), order_of(batch + 2)])
@@ -77,7 +77,7 @@ def test_loading_overlaps_with_computing() -> None:
 
 @pytest.mark.slow
 def test_what_is_not_expected_any_more_is_dropped_and_fetched_here_if_it_comes() -> None:
-    loader = Loader(Noisy(), Passes(), num_workers=1)
+    loader = Loader(Noisy(), Passes(), num_processes=1)
     loader.expect(order_of(9, ahead=[order_of(0), order_of(1)]))
     loader.expect(order_of(1, ahead=[order_of(2)]))
     assert {batch for _, batch, _ in loader._ahead} == {1, 2}
@@ -88,7 +88,7 @@ def test_what_is_not_expected_any_more_is_dropped_and_fetched_here_if_it_comes()
 
 @pytest.mark.slow
 def test_an_error_in_the_data_set_reaches_the_trainer_with_its_words() -> None:
-    loader = Loader(Noisy(), Passes(), num_workers=1)
+    loader = Loader(Noisy(), Passes(), num_processes=1)
     order = Train(0, 1, [98, 99])
     loader.expect(order_of(0, ahead=[order]))
     with pytest.raises(ValueError, match="sample 99 is broken"):
@@ -100,10 +100,10 @@ def test_an_error_in_the_data_set_reaches_the_trainer_with_its_words() -> None:
 def test_the_processes_end_with_a_trainer_that_is_killed() -> None:
     code = (
         "import time\n"
-        "from ps.loading import Loader\n"
-        "from ps.passes import Passes\n"
+        "from ps.trainer.loading import Loader\n"
+        "from ps.model.passes import Passes\n"
         "from tests.trainer.test_loading import Noisy\n"
-        "loader = Loader(Noisy(), Passes(), num_workers=2)\n"
+        "loader = Loader(Noisy(), Passes(), num_processes=2)\n"
         "print('ready', flush=True)\n"
         "time.sleep(60)\n"
     )
@@ -123,7 +123,7 @@ def test_the_processes_end_with_a_trainer_that_is_killed() -> None:
 @pytest.mark.slow
 def test_the_processes_do_not_end_for_a_signal_to_the_group_of_the_trainer() -> None:
     """As torchrun sends it: the trainer has an order to finish, or to give up."""
-    loader = Loader(Noisy(), Passes(), num_workers=2)
+    loader = Loader(Noisy(), Passes(), num_processes=2)
     groups = {os.getpgid(worker.pid) for worker in psutil.Process().children()}
     assert len(groups) == 2
     assert os.getpgid(0) not in groups
