@@ -107,7 +107,7 @@ def _send_apart(channel: Channel, message: Any) -> None:
 
     def send_rest() -> None:
         with suppress(OSError):
-            channel.send_bytes(rest)
+            channel.send_rest(rest)
 
     with suppress(OSError):  # the thread that reads from this trainer sees the same
         rest = channel.send_what_fits(message)

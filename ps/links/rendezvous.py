@@ -32,7 +32,12 @@ class Rendezvous:
     """
 
     def __init__(
-        self, topology: Topology, timeout_s: float, check: Callable[[], None] = lambda: None
+        self,
+        topology: Topology,
+        timeout_s: float,
+        check: Callable[[], None] = lambda: None,
+        *,
+        remind_interval_s: float = REMIND_INTERVAL_S,
     ) -> None:
         """Connects. Blocks until rank 0 or torchrun serves the store, for timeout_s at most.
 
@@ -43,6 +48,7 @@ class Rendezvous:
         """
         self.topology = topology
         self._check = check
+        self._remind_interval_s = remind_interval_s
         _stay_on_loopback()
         self.store = dist.PrefixStore(
             f"attempt-{topology.restart_count}", _connect(topology, timeout_s)
@@ -77,7 +83,7 @@ class Rendezvous:
             LaunchError: some did not within timeout_s; they are named.
         """
         self.store.set(_arrived(self.topology.rank), identity)
-        self._wait(self._missing, "to arrive", _Reminder(timeout_s, REMIND_INTERVAL_S))
+        self._wait(self._missing, "to arrive", _Reminder(timeout_s, self._remind_interval_s))
 
     def identity_of(self, rank: int) -> str:
         """What that rank brought to barrier(). Once all have passed it."""

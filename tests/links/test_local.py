@@ -23,7 +23,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.jobs import ROOT
 from ps.host import libc
 from ps.links import channel, local
 from ps.links.channel import Address, Channel, Listener
@@ -43,6 +42,7 @@ from tests.helpers import (
     until,
     worker,
 )
+from tests.jobs import ROOT
 from tests.plugins import perceptron, wide
 
 pytestmark = pytest.mark.slow

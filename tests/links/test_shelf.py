@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.jobs import ROOT
 from ps import workload
 from ps.links.memory import Memory
 from ps.links.shelf import Shelf, take_from
 from ps.workload import once_per_host
+from tests.jobs import ROOT
 
 MEGABYTES = 64
 
