@@ -86,7 +86,9 @@ class Signals:
             signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
             _set(self._take)
         if phase is Phase.HANDED_OVER:
-            signal.signal(SHOW_STACKS, signal.SIG_IGN)  # it would end a process that cannot yet
+            signal.signal(
+                SHOW_STACKS, signal.SIG_IGN
+            )  # would end a process that cannot show them yet
         if self.came is not None:
             self._act(self.came)
 
@@ -146,6 +148,7 @@ class Signals:
             self._end(came)
 
     def _end(self, came: Interrupted) -> None:
+        self._phase = Phase.FINISHING
         try:
             self._clean_up()
         except Exception as error:

@@ -19,7 +19,7 @@ from ps.settings.log import log
 
 INTERVAL_S = 0.5
 HOLD_S = 10.0
-"""A trainer that has lost the server waits for torchrun, which names whoever ends first."""
+"""How long a rank with an error lives on, so that torchrun sees the rank with the cause first."""
 GIL_GRACE_S = 3.0
 """Longer than the other ranks need to notice a stall, so that they name it first."""
 LAST_LOOK_TIMEOUT_S = 5.0
@@ -45,11 +45,12 @@ class Watch:
         overdue_s: float = OVERDUE_S,
         leave: Callable[[int], object] = leave,
     ) -> None:
-        """When torchrun, the parent, is gone, signals.orphaned() is called.
+        """leave ends this process, from any thread.
 
-        When a signal is handed over this process takes a last look and leaves. So what is to be
-        told is told: torchrun sends a signal when another rank has ended. In other phases this
-        process ends by itself, and is ended overdue_s after the deadline if it does not.
+        When torchrun, the parent, is gone, signals.orphaned() is called. When a signal is handed
+        over, the process leaves after a last look, as torchrun sends one when another rank has
+        ended: that is reported first. In other phases the process ends by itself, and overdue_s
+        after the deadline of the request it is ended if it has not.
         """
         self._signals = signals
         self._interval_s = interval_s
@@ -58,14 +59,12 @@ class Watch:
         self._leave = leave
         self._parent = os.getppid()
         self._on_orphaned = signals.orphaned
-        self._look: Callable[[], None] | None = None
+        self._looks = _Looks()
         self._guard: tuple[float, TextIO] | None = None
         self._end: tuple[Deadline, int] | None = None
-        self._last_warning = ""
-        self._lock = threading.Lock()  # held during a look
         self._poll = select.poll()
-        self._wake, self._waker = os.pipe()
-        self._poll.register(self._wake, select.POLLIN)
+        self._wake = os.pipe()
+        self._poll.register(self._wake[0], select.POLLIN)
         with suppress(OSError, AttributeError):  # where there are no handles of processes
             self._poll.register(os.pidfd_open(self._parent), select.POLLIN)
 
@@ -87,22 +86,23 @@ class Watch:
         for peer in peers:
             if peer.handle is not None:
                 self._poll.register(peer.handle, select.POLLIN)
-        self._look = look
-        os.write(self._waker, b".")
+        self._looks.begin(look)
+        os.write(self._wake[1], b".")
 
     def look_now(self) -> None:
         """In the caller's thread; when it returns, a look has been made since the call."""
-        with self._lock:
-            self._look_once()
+        self._looks.make()
 
     def close(self) -> None:
-        """Look no more: what ends from now on is meant to. The parent is still watched."""
-        with self._lock:
-            self._look = None
+        """Look no more: what ends from now on is meant to. The parent is still watched.
+
+        Waits for a look under way, as long as for a last look at most.
+        """
+        self._looks.end(self._last_look_timeout_s)
 
     def end_later(self, exit_code: int, after_s: float) -> None:
         """End this process then, unless a signal comes first. Looks no more."""
-        self._look = None
+        self._looks.end(0.0)
         self._end = (Deadline.after(after_s), exit_code)
 
     def _run(self, run: Callable[[], None]) -> None:
@@ -136,21 +136,20 @@ class Watch:
     def _turn(self) -> None:
         if self._end is not None and self._end[0].is_over:
             self._leave(self._end[1])
-        with self._lock:
-            self._look_once()
+        self._looks.make()
 
     def _sleep(self) -> None:
-        if self._guard is not None:
-            stacks.end_after(*self._guard)
+        self._renew_guard()
         for handle, _ in self._poll.poll(self._interval_s * 1000):
-            if handle == self._wake:
+            if handle == self._wake[0]:
                 os.read(handle, 64)
             else:  # a process that has ended stays so
                 self._poll.unregister(handle)
 
     def _end_by_signal(self, came: Interrupted) -> None:
+        self._renew_guard(self._last_look_timeout_s)
         with suppress(TimeoutError):
-            call_with_timeout(self._last_look_timeout_s, self.look_now, "last look")
+            call_with_timeout(self._last_look_timeout_s, self._looks.make, "last look")
         self._leave(came.exit_code)
 
     def _end_overdue(self, came: Interrupted) -> None:
@@ -161,13 +160,37 @@ class Watch:
             call_with_timeout(LAST_LINE_TIMEOUT_S, tell, "last line")
         self._leave(came.exit_code)
 
-    def _look_once(self) -> None:
-        if self._look is None:
-            return
-        try:
-            self._look()
-        except Exception as error:
-            warning = f"{type(error).__name__}: {error}"
-            if warning != self._last_warning:
-                log.warning("the health of the ranks could not be checked: %s", warning)
-            self._last_warning = warning
+    def _renew_guard(self, more_s: float = 0.0) -> None:
+        if self._guard is not None:
+            timeout_s, file = self._guard
+            stacks.end_after(timeout_s + more_s, file)
+
+
+class _Looks:
+    """Made by several threads, one at a time."""
+
+    def __init__(self) -> None:
+        self._look: Callable[[], None] | None = None
+        self._last_warning = ""
+        self._lock = threading.Lock()  # held during a look
+
+    def begin(self, look: Callable[[], None]) -> None:
+        self._look = look
+
+    def end(self, timeout_s: float) -> None:
+        """Waits so long for a look under way, which may be stuck."""
+        self._look = None
+        if self._lock.acquire(timeout=timeout_s):
+            self._lock.release()
+
+    def make(self) -> None:
+        """One look, unless they have ended. The same error is logged once."""
+        with self._lock:
+            try:
+                if self._look is not None:
+                    self._look()
+            except Exception as error:
+                warning = f"{type(error).__name__}: {error}"
+                if warning != self._last_warning:
+                    log.warning("the health of the ranks could not be checked: %s", warning)
+                self._last_warning = warning

@@ -125,7 +125,7 @@ def _source(facts: Facts) -> tuple[Path | None, str | None]:
 
 def ready_timeout_s(config: Config) -> float:
     """How long the other ranks wait for rank 0, which may have to fetch data."""
-    return catalogue.FETCH_BOUND_S + config.start_timeout
+    return catalogue.FETCH_TIMEOUT_S + config.start_timeout
 
 
 def prepare(topology: Topology, config: Config, argv: Sequence[str] = ()) -> Prepared:

@@ -234,8 +234,8 @@ class Config:
     )
     rpc_timeout: float = option(
         0.0,
-        "seconds that one call to the server may take; --stall-timeout finds a server that hangs "
-        "without it, and says why it hangs",
+        "seconds that one call to the server may take, more than an order, an evaluation or a "
+        "wait for other trainers takes; without it --stall-timeout finds a server that hangs",
         group="run",
         zero="no limit",
         least=LEAST_STALL_TIMEOUT_S,

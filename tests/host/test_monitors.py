@@ -13,8 +13,9 @@ from typing import Any, cast
 import pytest
 
 from ps.host import resources
+from ps.host.findings import HEALTH_FILE
 from ps.host.health import Activity, Finding, Mark
-from ps.host.monitors import HEALTH_FILE, JobMonitor, Limits, ServerMonitor
+from ps.host.monitors import JobMonitor, Limits, ServerMonitor
 from ps.host.processes import Peer, Reading
 from ps.host.stacks import stacks_path
 from tests.helpers import until

@@ -9,12 +9,14 @@ import os
 import pickle
 import random
 import resource
+import shutil
 import signal
 import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,9 @@ import torch
 
 from ps.job import rundir
 from ps.job.checkpoint import Checkpointer, Checkpoints, read
-from ps.protocol import Train
 from ps.server.state import Content, Snapshot
 from ps.settings.errors import CheckpointUnusable, TrainingFailed
-from tests.helpers import end_processes, next_line, run_threads, server_of, start, until
+from tests.helpers import end_processes, next_line, run_threads, server_of, start, train_all, until
 from tests.plugins import perceptron
 
 TIMEOUT_S = 10.0
@@ -179,20 +180,24 @@ def test_damaged_ones_are_named_and_the_newest_before_them_is_used(
         assert len(message.splitlines()) == 1
 
 
-def test_one_of_another_job_is_named_with_the_difference_and_the_one_before_is_used(
+def test_one_of_another_job_is_named_and_an_error_that_is_no_fault_of_the_file_is_raised(
     tmp_path: Path, warnings: pytest.LogCaptureFixture
 ) -> None:
     checkpoints = written(tmp_path, 10, 20)
+    error: Exception = CheckpointUnusable("seed is 1 there")
 
     def restore(state: Content) -> None:
         if state["version"] == 20:
-            raise CheckpointUnusable("seed is 1 there")
+            raise error
 
     good, foreign = checkpoints.paths()
     assert checkpoints.newest(restore) == good
     [message] = warnings.messages
     assert str(foreign) in message
     assert message.endswith("seed is 1 there")
+    error = RuntimeError("out of memory")
+    with pytest.raises(RuntimeError):
+        checkpoints.newest(restore)
 
 
 def test_if_none_can_be_used_it_is_an_error_with_its_own_exit_code(tmp_path: Path) -> None:
@@ -203,16 +208,6 @@ def test_if_none_can_be_used_it_is_an_error_with_its_own_exit_code(tmp_path: Pat
         checkpoints.newest(lambda state: pytest.fail("restored"))
     assert caught.value.exit_code == 7
     assert str(checkpoints.folder) in str(caught.value)
-
-
-def test_an_error_of_restoring_that_is_no_fault_of_the_file_is_not_swallowed(
-    tmp_path: Path,
-) -> None:
-    def restore(state: Content) -> None:
-        raise RuntimeError("out of memory")
-
-    with pytest.raises(RuntimeError, match=r"^out of memory$"):
-        written(tmp_path, 10, 20).newest(restore)
 
 
 @pytest.mark.parametrize(
@@ -273,6 +268,8 @@ def test_a_write_that_fails_half_way_leaves_the_others_and_nothing_else(
 ) -> None:
     checkpoints = written(tmp_path, 10, 20, keep=keep)
     before = contents(tmp_path)
+    with pytest.raises((AttributeError, TypeError, pickle.PicklingError)):
+        checkpoints.write({"store": threading.Lock()}, 30)
     with largest_file(num_bytes), pytest.raises(OSError) as caught:
         checkpoints.write(state_of(30, num_weights=100_000), 30)
     assert caught.value.errno == errno.EFBIG
@@ -296,16 +293,6 @@ def test_a_disk_that_fails_leaves_the_others(
         patch.setattr(os, failing, fail)
         checkpoints.write(state_of(20), 20)
     assert caught.value.errno == errno.EIO
-    assert contents(tmp_path) == before
-
-
-def test_what_cannot_be_saved_is_an_error_of_its_own_and_leaves_the_others(
-    tmp_path: Path,
-) -> None:
-    checkpoints = written(tmp_path, 10)
-    before = contents(tmp_path)
-    with pytest.raises((AttributeError, TypeError, pickle.PicklingError)):
-        checkpoints.write({"store": threading.Lock()}, 20)
     assert contents(tmp_path) == before
 
 
@@ -364,19 +351,12 @@ def test_a_folder_or_a_file_without_permission_keeps_the_others(
     assert newest_version(checkpoints) == 40
 
 
-def test_a_folder_that_somebody_removed_is_made_again(tmp_path: Path) -> None:
-    checkpoints = written(tmp_path / "run", 10)
-    [path] = checkpoints.paths()
-    path.unlink()
-    checkpoints.folder.rmdir()
-    (tmp_path / "run").rmdir()
-    assert checkpoints.paths() == []
-    checkpoints.write(state_of(20), 20)
-    assert versions(checkpoints) == [20]
-
-
 def test_what_killed_writers_left_half_written_does_not_count_and_goes(tmp_path: Path) -> None:
-    checkpoints = written(tmp_path, 10)
+    """Nor is a folder missed that somebody has removed."""
+    checkpoints = written(tmp_path, 5)
+    shutil.rmtree(tmp_path / "checkpoints")
+    assert checkpoints.paths() == []
+    checkpoints.write(state_of(10), 10)
     for name in (".checkpoint.partial", ".checkpoint.7-0123abcd.partial"):
         (checkpoints.folder / name).write_bytes(bytes(100))
     assert newest_version(checkpoints) == 10
@@ -539,19 +519,7 @@ def test_what_has_the_same_mark_is_not_saved_again(
     assert checkpoints.versions == [0, 0]
 
 
-def test_closing_saves_the_end_and_that_alone_without_a_copy(
-    checkpointer: Checkpointer, checkpoints: Recorded, training: Training
-) -> None:
-    save(checkpointer, training, 1)
-    until(lambda: checkpoints.versions == [1], TIMEOUT_S)
-    training.version = 5
-    assert checkpointer.close(TIMEOUT_S)
-    assert checkpoints.versions == [1, 5]
-    assert checkpointer.newest == checkpoints.paths()[1]
-    assert training.copies == [True, False]
-
-
-def test_closing_while_one_is_written_saves_what_came_since(
+def test_closing_while_one_is_written_saves_the_end_and_that_alone_without_a_copy(
     checkpointer: Checkpointer, checkpoints: Recorded, training: Training
 ) -> None:
     checkpoints.may_write.clear()
@@ -563,6 +531,7 @@ def test_closing_while_one_is_written_saves_what_came_since(
     assert checkpointer.close(TIMEOUT_S)
     closing.join()
     assert checkpoints.versions == [1, 2]
+    assert checkpointer.newest == checkpoints.paths()[1]
     assert training.copies == [True, False]
 
 
@@ -599,63 +568,55 @@ def test_the_newest_is_known_from_the_start_and_one_never_started_can_be_closed(
     assert (checkpointer.newest, checkpoints.versions) == (there, [1])
 
 
-def test_a_save_that_fails_is_said_once_and_so_is_that_it_works_again(
-    checkpointer: Checkpointer, checkpoints: Recorded, training: Training, said: list[str]
-) -> None:
-    checkpoints.error = OSError(errno.ENOSPC, "No space left on device")
-    for version in (1, 2, 3):
-        save(checkpointer, training, version)
-    until(lambda: len(said) == 1, TIMEOUT_S)
-    assert "No space left on device" in said[0]
-    save(checkpointer, training)
-    checkpoints.error = None
-    save(checkpointer, training)
-    until(lambda: len(said) == 2, TIMEOUT_S)
-    assert checkpoints.versions == [3]
-    assert checkpointer.close(TIMEOUT_S)
-    assert len(said) == 2
-
-
-def test_closing_says_that_the_end_could_not_be_saved(
-    checkpointer: Checkpointer, checkpoints: Recorded, training: Training
-) -> None:
-    save(checkpointer, training)
-    until(lambda: checkpoints.versions == [0], TIMEOUT_S)
-    checkpoints.error = OSError(errno.ENOSPC, "No space left on device")
-    training.version = 1
-    assert not checkpointer.close(TIMEOUT_S)
-    assert checkpointer.newest == checkpoints.paths()[0]
+NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.mark.parametrize(
-    ("error", "reason"),
+    ("of_disk", "of_job", "reason"),
     [
-        (TrainingFailed("broken off"), "broken off"),
-        (MemoryError(), "MemoryError"),
-        (RuntimeError("not enough memory\nin a function of torch"), "not enough memory"),
+        (NO_SPACE, None, "No space left on device"),
+        (None, TrainingFailed("broken off"), "broken off"),
+        (None, MemoryError(), "MemoryError"),
+        (None, RuntimeError("not enough memory\nin a function of torch"), "not enough memory"),
     ],
-    ids=["ours", "without words", "of torch"],
+    ids=["disk", "ours", "without words", "of torch"],
 )
-def test_without_a_snapshot_nothing_is_saved_and_the_thread_lives_on(
+def test_saves_that_fail_are_said_once_and_so_is_that_they_work_again(
     checkpointer: Checkpointer,
     checkpoints: Recorded,
     training: Training,
     said: list[str],
-    error: Exception,
+    of_disk: Exception | None,
+    of_job: Exception | None,
     reason: str,
 ) -> None:
     save(checkpointer, training)
     until(lambda: checkpoints.versions == [0], TIMEOUT_S)
-    training.error = error
-    save(checkpointer, training)
+    checkpoints.error, training.error = of_disk, of_job
+    for version in (1, 2):
+        save(checkpointer, training, version)
     until(lambda: len(said) == 1, TIMEOUT_S)
-    assert said[0].endswith(f": {reason}")
+    assert said[0].endswith(reason)
+    assert not checkpointer.close(TIMEOUT_S)
+    assert checkpointer.newest == checkpoints.paths()[0]
+    checkpoints.error = training.error = None
+    checkpointer.save()
+    assert len(said) == 2
+    assert checkpoints.versions == [0, 2]
+
+
+def test_what_is_saved_already_is_no_failure_after_one(
+    checkpoints: Recorded, training: Training
+) -> None:
+    checkpointer = Checkpointer(checkpoints, training.take_snapshot)
+    checkpointer.save()
+    training.error = MemoryError("copying")
+    checkpointer.save()
+    assert not checkpointer.close(TIMEOUT_S)
     training.error = None
-    save(checkpointer, training)  # as it was saved already, that is no failure
-    until(lambda: len(said) == 2, TIMEOUT_S)
-    save(checkpointer, training, 3)
+    checkpointer.save()
     assert checkpointer.close(TIMEOUT_S)
-    assert checkpoints.versions == [0, 3]
+    assert checkpoints.versions == [0]
 
 
 def test_asking_does_not_wait_for_a_snapshot_or_a_disk(
@@ -669,13 +630,12 @@ def test_asking_does_not_wait_for_a_snapshot_or_a_disk(
 
 def test_training_goes_on_while_a_file_is_written(checkpoints: Recorded) -> None:
     """The file then holds the state as it was when its writing began."""
-    parts = server_of(perceptron())
+    parts = server_of(perceptron(num_train=16))
     checkpoints.may_write.clear()
 
     def take_snapshot(*, copy: bool) -> Snapshot:
-        state = parts.server.state()
-        version = state["store"]["version"]
-        return Snapshot(version, version, {**state, "version": version})
+        snapshot = parts.state.snapshot(copy=copy)
+        return replace(snapshot, content={**snapshot.content, "version": snapshot.version})
 
     checkpointer = Checkpointer(checkpoints, take_snapshot)
     checkpointer.start()
@@ -684,17 +644,10 @@ def test_training_goes_on_while_a_file_is_written(checkpoints: Recorded) -> None
     checkpointer.due()
     assert checkpoints.writing.wait(TIMEOUT_S)
 
-    def train_three_batches(trainer: int) -> None:
-        worker, result = parts.worker(trainer), None
-        for _ in range(4):
-            order = parts.server.next_order(trainer, result).wait()
-            assert isinstance(order, Train)
-            result = worker.do(order)
-
-    run_threads(train_three_batches, [1])
-    assert parts.store.version == 3
+    train_all(parts)
+    assert parts.store.version == 2
     assert checkpoints.versions == []
     checkpoints.may_write.set()
     assert checkpointer.close(TIMEOUT_S)
-    assert versions(checkpoints) == [0, 3]
+    assert versions(checkpoints) == [0, 2]
     assert not thread.is_alive()

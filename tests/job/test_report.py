@@ -61,7 +61,7 @@ def report_in(run_dir: Path) -> dict[str, Any]:
 
 def test_it_tells_from_the_start_what_runs_and_at_the_end_how_that_ended() -> None:
     head = head_of(
-        Config(epochs=3, compute="trainer", staleness="0"),
+        Config(epochs=3, compute="trainer", max_lag="0"),
         topology_of(0, 4, port=1, attempt=2),
         pid=PID,
         earlier_attempts=[],
@@ -72,7 +72,7 @@ def test_it_tells_from_the_start_what_runs_and_at_the_end_how_that_ended() -> No
         versions={"torch": "2.9"},
     )
     assert (head["status"], head["pid"], head["attempt"]) == ("running", PID, 2)
-    assert (head["world_size"], head["compute"], head["staleness"]) == (4, "trainer", "0")
+    assert (head["world_size"], head["compute"], head["max_lag"]) == (4, "trainer", "0")
     assert (head["link"], head["resumed_from"]) == ("local", "runs/a/checkpoints/x.pt")
     numbers = {"updates": 12}
     report = final_report(head, LOST, checkpoint=Path("c.pt"), numbers=numbers, duration_s=1.5)

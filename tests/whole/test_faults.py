@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ps.host.monitors import HEALTH_FILE, LOCK_TIMEOUT_S
+from ps.host.findings import HEALTH_FILE
+from ps.host.monitors import LOCK_TIMEOUT_S
 from ps.host.stacks import stacks_path
 from ps.host.watch import GIL_GRACE_S
 from tests.helpers import COMPUTE
