@@ -12,7 +12,6 @@ import pytest
 
 from tests.jobs import ROOT
 
-
 NO_INSTALL = ("-o", ".venv/.run", "-o", ".venv/.dev")
 """However old they are: a test changes no environment, which others may share."""
 
