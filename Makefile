@@ -68,7 +68,7 @@ fmt: $(VENV)/.dev ## format the code
 lint: $(VENV)/.dev ## check format, lint and the arrows between the rooms
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
-	@$(BIN)/lint-imports --no-cache | tail -n 1
+	@found=$$($(BIN)/lint-imports --no-cache) || { echo "$$found"; exit 1; }
 
 types: $(VENV)/.dev ## check types
 	@$(BIN)/mypy
