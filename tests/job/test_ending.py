@@ -422,12 +422,12 @@ def test_what_a_trainer_has_reported_stays_the_cause_if_the_server_goes_on_after
     run: Run, warnings: pytest.LogCaptureFixture
 ) -> None:
     """As one that was stopped does, when torchrun ends it."""
-    report_without_server(run.path, STOPPED, {"pid": 7})
+    report_without_server(run.path, STOPPED, {"pid": os.getpid()})
     run.server.report(Finding(1, "ended with exit code 5", 4, is_gone=True))
     assert run.end() == Outcome("failed", 5, CAUSE)
     report = run.report
     assert (report["status"], report["exit_code"], report["cause"]) == ("failed", 5, CAUSE)
-    assert (report["failure"]["rank"], report["failure"]["process"]) == (0, {"pid": 7})
+    assert (report["failure"]["rank"], report["failure"]["process"]) == (0, {"pid": os.getpid()})
     later = report["failure"]["consequences"]
     assert ["rank 1" in later[0], later[1:]] == [True, [SIGTERM.cause]]
     assert report["checkpoint"] is not None
