@@ -35,7 +35,8 @@ class Leftovers:
 
     def _now(self) -> list[str]:
         processes = [f"process {process.pid}" for process in _marked(self._mark)]
-        return processes + sorted(set(self._things()) - self._before)
+        things = sorted(set(self._things()) - self._before)
+        return processes + [thing for thing in things if not _is_mapped(thing)]
 
     def _things(self) -> Iterator[str]:
         """Sockets without a name in a file system end with their process."""
@@ -46,6 +47,20 @@ class Leftovers:
                     for name in os.listdir(folder)
                     if not name.startswith(TORCH_CACHE)
                 )
+
+
+def _is_mapped(path: str) -> bool:
+    """Whether some process uses this shared memory: then it is that of another program, as the
+    processes of the job have ended, or are found themselves. By its number, as a semaphore has
+    another name when it is mapped."""
+    with suppress(OSError):
+        number = str(os.stat(path).st_ino)
+        for maps in Path("/proc").glob("[0-9]*/maps"):
+            with suppress(OSError):
+                lines = (line.split(None, 5) for line in maps.read_text().splitlines())
+                if any(len(it) > 5 and it[4] == number and "/dev/shm/" in it[5] for it in lines):
+                    return True
+    return False
 
 
 def _marked(mark: str) -> Iterator[psutil.Process]:
