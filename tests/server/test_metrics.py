@@ -350,8 +350,12 @@ def test_the_first_orders_that_are_skipped_are_named_and_further_ones_counted() 
     assert (report["orders_skipped"], report["samples_skipped"]) == (12, 24)
     assert [skipped["batch"] for skipped in report["skipped"]] == list(range(10))
     assert report["skipped"][1] == {
-        "epoch": 2, "batch": 1, "trainer": 3, "version": 41,
-        "samples": [1, 7], "cause": "the loss is nan",
+        "epoch": 2,
+        "batch": 1,
+        "trainer": 3,
+        "version": 41,
+        "samples": [1, 7],
+        "cause": "the loss is nan",
     }
 
 
