@@ -1,9 +1,9 @@
 """Who loads torch when: rank 0, which checks everything, does not share its core for it.
 
 With more ranks than cores, those beyond wait here until rank 0 has found nothing wrong. They
-would not be ready earlier without it, and a mistake is told seconds sooner. The gate is a socket
-in Linux' abstract namespace, so that it leaves nothing behind and opens when rank 0 ends. It is
-for processes of one user, and its name holds what other users cannot know.
+would not be ready earlier without it, and a mistake is reported seconds sooner. The gate is a
+socket in Linux' abstract namespace, so that it leaves nothing behind and opens when rank 0 ends.
+It is for processes of one user, and its name holds what other users cannot know.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def wait(
 ) -> None:
     """Block a rank beyond the cores until the gate opens, for timeout_s at most.
 
-    Where no gate appears within appear_timeout_s, or one of another user (by default than this
-    process's own), the rank goes on.
+    The rank goes on where no gate appears in appear_timeout_s, or where it is not of that user,
+    by default the user of this process.
     """
     name = name_of(topology)
     if name is None or topology.rank < num_cores:

@@ -14,7 +14,7 @@ from ps.settings.errors import Orphaned, OutOfMemory, PeerLost, Stalled
 from ps.settings.topology import SERVER_RANK, role_of
 
 PATIENCE_S = 0.5
-"""What asks one rank to end asks all of them, within this time."""
+"""How much later another rank may be asked to end: torchrun and terminals ask all of them."""
 WARN_FRACTION = 0.10
 CALM_FRACTION = 0.15
 STOP_FRACTION = 0.03
@@ -130,7 +130,7 @@ class Look:
     first_sights: Mapping[int, FirstSight] = field(default_factory=dict)
     """Of the newest mark of each rank."""
     warned: bool = False
-    """Whether memory is short, and that was said."""
+    """Whether memory is short, and the job was warned of it."""
 
 
 def judge(
@@ -184,7 +184,7 @@ def cause_of(
 
 
 def loss_of(rank: int, reading: Reading) -> Finding:
-    """That this process has ended. The exit code is its own where that tells more."""
+    """The finding for a process that has ended. The job exits with its code if that is 6 or 9."""
     own = (OutOfMemory.exit_code, Orphaned.exit_code)
     code = reading.exit_code if reading.exit_code in own else PeerLost.exit_code
     text = reading.ended

@@ -1,24 +1,21 @@
-"""What a rank looks at, once an interval: the server at all ranks, a trainer at the server."""
+"""What the thread that watches does: the server looks at all ranks, a trainer at the server."""
 
 from __future__ import annotations
 
-import json
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from ps.host import health, resources
+from ps.host.findings import HEALTH_FILE, Recorder, Reporter
 from ps.host.health import Finding, Look, Mark, Memory
 from ps.host.processes import Peer, Reading
 from ps.host.stacks import dump_stacks, size_of, stacks_path
 from ps.settings.errors import PeerLost, Stalled
 from ps.settings.topology import SERVER_RANK
 
-HEALTH_FILE = "health.jsonl"
 LOCK_TIMEOUT_S = 10.0
 """Nothing that goes on holds the server's lock for so long."""
 
@@ -123,7 +120,7 @@ class JobMonitor:
             known_s = time.monotonic() - since
 
     def lost_before(self) -> Finding | None:
-        """What went wrong before this process was asked to end, if anything did."""
+        """The finding from before this process was asked to end, if there is one. Any thread."""
         if standstill := self._standstill():
             return standstill
         for rank in self._server.progress():
@@ -225,70 +222,6 @@ class ServerMonitor:
                 return
 
 
-class Reporter:
-    """Reports findings from a thread of its own.
-
-    Who stands still may hold the server's lock, and the thread that watches must go on looking.
-    What could not be reported meanwhile is found again by the next look.
-    """
-
-    def __init__(self, report: Callable[[Finding], None], timeout_s: float) -> None:
-        """timeout_s is how long report() waits for that thread."""
-        self._report = report
-        self._timeout_s = timeout_s
-        self._reported: set[tuple[int, int]] = set()
-        self._thread = threading.Thread()
-        self._since = 0.0
-
-    def has_reported(self, finding: Finding) -> bool:
-        """Whether the server knows of this, or of another with that rank and exit code."""
-        return (finding.rank, finding.exit_code) in self._reported
-
-    def report(self, findings: Sequence[Finding]) -> float:
-        """Returns for how many seconds the server has not taken one; 0 if it has taken all."""
-        if findings and not self._thread.is_alive():
-            self._thread = threading.Thread(
-                target=self._run, args=(findings,), name="findings", daemon=True
-            )
-            self._since = time.monotonic()
-            self._thread.start()
-        if not self._thread.is_alive():
-            return 0.0
-        self._thread.join(self._timeout_s)
-        return time.monotonic() - self._since if self._thread.is_alive() else 0.0
-
-    def _run(self, findings: Sequence[Finding]) -> None:
-        for finding in findings:
-            self._report(finding)
-            if finding.exit_code:
-                self._reported.add((finding.rank, finding.exit_code))
-
-
-class Recorder:
-    """Appends what was seen to a file, a line of JSON for each record. Errors are ignored."""
-
-    def __init__(self, path: Path, interval_s: float) -> None:
-        self._path = path
-        self._interval_s = interval_s
-        self._recorded_at = float("-inf")
-
-    def record(self, look: Look, findings: Iterable[Finding]) -> None:
-        """At most once an interval, but always with a finding."""
-        texts = [f"rank {finding.rank}: {finding.text}" for finding in findings]
-        if not texts and look.at - self._recorded_at < self._interval_s:
-            return
-        self._recorded_at = look.at
-        memory = look.memory
-        record = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "ranks": {str(rank): reading.facts() for rank, reading in look.readings.items()},
-            "memory": {"used_bytes": memory.used, "free_bytes": memory.free} if memory else None,
-            "findings": texts,
-        }
-        with suppress(OSError), self._path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
-
-
 class _Peers:
     """The processes of some ranks, and what was seen last of each while it lived."""
 
@@ -316,7 +249,7 @@ class _Peers:
 
 
 def _memory_of(readings: Mapping[int, Reading], limit_bytes: int | None) -> Memory | None:
-    """See Memory.of(); None also if the host does not tell what it has left."""
+    """See Memory.of(); None also where the memory of the host cannot be read."""
     try:
         available = resources.available_memory_bytes()
     except OSError:

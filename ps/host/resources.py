@@ -41,12 +41,12 @@ def _cgroups(controller: str, cgroup: Path, membership: Path) -> list[Path]:
                 places += [(cgroup, path), (cgroup / "unified", path)]
             elif controller in controllers.split(","):
                 places.append((cgroup / controller, path))
-    found: dict[Path, None] = {}
+    folders: dict[Path, None] = {}
     for mount, path in places:
         own = mount / path.lstrip("/")
         around = [folder for folder in own.parents if folder.is_relative_to(mount)]
-        found |= dict.fromkeys([own, *around])
-    return [folder for folder in found if folder.is_dir()]
+        folders |= dict.fromkeys([own, *around])
+    return [folder for folder in folders if folder.is_dir()]
 
 
 def _quota_cores(folder: Path) -> float | None:
@@ -74,7 +74,7 @@ def available_memory_bytes(
     What the file cache holds counts as free.
 
     Raises:
-        OSError: the host does not tell, as outside Linux.
+        OSError: the memory of the host cannot be read, as outside Linux.
     """
     available = [_host_available_bytes(meminfo)]
     for folder in _cgroups("memory", cgroup, membership):
@@ -97,23 +97,23 @@ def shared_memory_bytes(status: Path = STATUS) -> int:
     That of the server is what all ranks of a job share.
     """
     try:
-        found = re.search(r"^RssShmem:\s+(\d+) kB$", status.read_text(), re.M)
+        match = re.search(r"^RssShmem:\s+(\d+) kB$", status.read_text(), re.M)
     except OSError:
         return 0
-    return int(found[1]) * 1024 if found else 0
+    return int(match[1]) * 1024 if match else 0
 
 
 def _cached_bytes(stat: Path) -> int:
     try:
-        found = re.search(r"^inactive_file (\d+)$", stat.read_text(), re.M)
+        match = re.search(r"^inactive_file (\d+)$", stat.read_text(), re.M)
     except OSError:
         return 0
-    return int(found[1]) if found else 0
+    return int(match[1]) if match else 0
 
 
 def _host_available_bytes(meminfo: Path) -> int:
-    found = re.search(r"^MemAvailable: +(\d+) kB$", meminfo.read_text(), re.M)
-    return int(found[1]) * 1024 if found else sys.maxsize
+    match = re.search(r"^MemAvailable: +(\d+) kB$", meminfo.read_text(), re.M)
+    return int(match[1]) * 1024 if match else sys.maxsize
 
 
 def threads_per_pass(cores: int, num_trainers: int) -> int:

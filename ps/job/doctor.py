@@ -33,7 +33,7 @@ from ps.job.preflight import (
 from ps.settings.config import Config
 from ps.settings.errors import ConfigError, LaunchError
 from ps.workloads import mnist_files
-from ps.workloads.catalogue import AUTO_FETCH_BOUND_S
+from ps.workloads.catalogue import AUTO_FETCH_TIMEOUT_S
 
 THOROUGH_TIMEOUT_S = 60.0
 HOST_NAME_TIMEOUT_S = 2.0
@@ -194,7 +194,7 @@ def data(config: Config, mnist_fault: str | None) -> Judgement:
         return "ok", f"the files of MNIST in {config.data_dir} are complete{chosen}"
     how = f"a run will fetch them from {config.data_mirror}"
     if name == "auto":
-        how += f" within {AUTO_FETCH_BOUND_S:.0f} s, or take digits"
+        how += f" within {AUTO_FETCH_TIMEOUT_S:.0f} s, or take digits"
     return "warning", f"{mnist_fault}; put the four files of MNIST there, or {how}"
 
 

@@ -11,7 +11,7 @@ from ps.host.processes import Process
 from ps.job.preflight import Judgement, count
 from ps.job.rundir import PARENT
 from ps.settings.config import Config
-from ps.workloads.catalogue import FETCH_BOUND_S
+from ps.workloads.catalogue import FETCH_TIMEOUT_S
 
 MAX_NAMED = 5
 
@@ -58,16 +58,16 @@ def _is_orphan(process: Process, by_pid: Mapping[int, Process]) -> bool:
 def leftover_files(config: Config, now: float) -> Judgement:
     """now is of the clock of the files.
 
-    A file that was written to lately may be in use, and does not count: nothing takes longer than
-    to fetch a data set.
+    A file that was written to lately may be in use and is not counted: the longest write is a
+    data set that is fetched.
     """
-    run_dirs = {path.resolve() for path in (*PARENT.glob("*"), config.run_dir or PARENT)}
+    run_dirs = {path.resolve() for path in (PARENT, *PARENT.glob("*"), config.run_dir or PARENT)}
     found = {
         *(path for folder in run_dirs for path in folder.glob(PARTIALS)),
         *(path for folder in run_dirs for path in folder.glob(f"*/{PARTIALS}")),
         *(config.data_dir.resolve() / "MNIST" / "raw").glob(".fetch-*"),
     }
-    left = sorted(path for path in found if _age_s(path, now) > FETCH_BOUND_S)
+    left = sorted(path for path in found if _age_s(path, now) > FETCH_TIMEOUT_S)
     if not left:
         return "ok", "none"
     names = shlex.join(str(path) for path in left[:MAX_NAMED])

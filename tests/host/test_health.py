@@ -104,6 +104,7 @@ def test_the_exit_code_of_a_lost_rank_is_the_jobs_where_it_tells_more(
     loss = loss_of(3, reading)
     assert (loss.rank, loss.exit_code, loss.is_gone) == (3, exit_code, True)
     assert (loss.is_quiet, loss.is_seen_by_torchrun) == (is_quiet, not is_quiet)
+    assert not loss.is_halted and not loss.wants_stacks
     assert loss.text == reading.ended
 
 

@@ -95,6 +95,7 @@ def test_while_modules_are_loaded_one_function_is_called_and_the_process_ends(
 
     def clean_up() -> None:
         calls.append("clean up")
+        signal.raise_signal(signal.SIGTERM)
         if fails:
             raise OSError("no room")
 

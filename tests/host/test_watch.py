@@ -18,6 +18,7 @@ import pytest
 
 from ps.host.processes import Peer
 from ps.host.signals import Signals
+from ps.host.timeouts import Deadline
 from ps.host.watch import Watch
 from ps.settings.errors import Interrupted
 from tests.helpers import until
@@ -51,6 +52,7 @@ class FakeSignals:
     def __init__(self) -> None:
         self.handle, self._writer = os.pipe()
         self.came: Interrupted | None = None
+        self.deadline: Deadline | None = None
         self.read: Callable[[], Interrupted | None] = self._read
 
     def hand_over(self, request: Interrupted | None) -> None:
@@ -68,13 +70,19 @@ class FakeSignals:
 class Watched:
     """A watch in this process, which does not end."""
 
-    def __init__(self, interval_s: float = LONG_S, last_look_timeout_s: float = LONG_S) -> None:
+    def __init__(
+        self,
+        interval_s: float = LONG_S,
+        last_look_timeout_s: float = LONG_S,
+        overdue_s: float = LONG_S,
+    ) -> None:
         self.exit_codes: list[int] = []
         self.signals = FakeSignals()
         self.watch = Watch(
             cast(Signals, self.signals),
             interval_s=interval_s,
             last_look_timeout_s=last_look_timeout_s,
+            overdue_s=overdue_s,
             leave=self.leave,
         )
 
@@ -142,21 +150,25 @@ def test_a_look_that_raises_is_told_once_and_looking_goes_on(
     assert first.endswith("ValueError: first") and second.endswith("ValueError: second")
 
 
-def test_after_close_nobody_looks_and_a_look_under_way_has_ended() -> None:
+@pytest.mark.parametrize("hangs", [False, True])
+def test_after_close_nobody_looks_and_a_look_under_way_has_ended_or_is_left_alone(
+    hangs: bool,
+) -> None:
     begun, ended, looks = threading.Event(), threading.Event(), list[int]()
-    watched = Watched(interval_s=0.01)
+    watched = Watched(interval_s=0.01, last_look_timeout_s=0.05 if hangs else LONG_S)
 
     def look() -> None:
         looks.append(1)
         begun.set()
-        time.sleep(0.1)
+        time.sleep(0.2)
         ended.set()
 
     watched.watch.look_with(look, [])
     watched.watch.start()
     assert begun.wait(TIMEOUT_S)
     watched.watch.close()
-    assert ended.is_set()
+    assert ended.is_set() != hangs
+    assert ended.wait(TIMEOUT_S)
     time.sleep(0.05)
     watched.watch.look_now()
     assert len(looks) == 1
@@ -223,6 +235,28 @@ def test_a_signal_that_asks_to_end_ends_a_process_that_is_to_end_later() -> None
     assert watched.exit_codes == []
     watched.signals.hand_over(SIGTERM)
     until(lambda: watched.exit_codes == [143], TIMEOUT_S)
+
+
+def test_a_process_that_has_not_ended_some_time_after_its_deadline_is_ended(
+    warnings: pytest.LogCaptureFixture,
+) -> None:
+    """Also where the thread that looks cannot: its look hangs."""
+    begun, go_on = threading.Event(), threading.Event()
+    watched = Watched(interval_s=0.05, overdue_s=0.2)
+
+    def look() -> None:
+        begun.set()
+        go_on.wait(TIMEOUT_S)
+
+    watched.watch.look_with(look, [])
+    watched.watch.start()
+    assert begun.wait(TIMEOUT_S)
+    start = time.monotonic()
+    watched.signals.deadline, watched.signals.came = Deadline.after(0.1), SIGTERM
+    until(lambda: watched.exit_codes == [143], TIMEOUT_S)
+    assert 0.3 <= time.monotonic() - start < 1.0
+    assert "SIGTERM" in warnings.text
+    go_on.set()
 
 
 @pytest.mark.parametrize("hangs", [False, True])
@@ -354,6 +388,20 @@ def test_a_signal_ends_a_process_whose_main_thread_is_inside_c() -> None:
         time.sleep(0.02)
         process.send_signal(signal.SIGHUP)
         assert process.wait(1.0) == 129
+
+
+@pytest.mark.slow
+def test_the_deadline_of_a_signal_starts_also_while_the_main_thread_is_inside_c() -> None:
+    """As when it loads a model: the handler can only run after that."""
+    prepare = (
+        "signals = Signals(end_timeout_s=0.2)\n"
+        "signals.enter(Phase.INTERRUPT)\n"
+        "watch = Watch(signals, interval_s=0.1, overdue_s=0.2)"
+    )
+    with program(code_of(prepare, INSIDE_C)) as process:
+        time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(2.0) == 143
 
 
 GUARDED = """
