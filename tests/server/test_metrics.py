@@ -230,8 +230,9 @@ def test_progress_is_said_at_most_once_per_interval() -> None:
     for batch in range(21):
         now = 100.0 + batch * PROGRESS_INTERVAL_S / 4
         step(metrics, now, now, trained(batch))
-        if metrics.progress(now) is not None:
+        if (line := metrics.progress(now)) is not None:
             said.append(batch)
+            assert "  0 samples/s  " in line
     assert said == [0, 4, 8, 12, 16, 20]
     assert PROGRESS_INTERVAL_S == 1.0
 

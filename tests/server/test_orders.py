@@ -488,6 +488,11 @@ def test_fewer_epochs_than_were_begun_are_refused(epoch: int, batches: int, leas
     assert restored(state, plan_of(epochs=least)).finished is (batches == 0)
 
 
+def test_an_epoch_goes_on_with_the_samples_that_it_had() -> None:
+    resumed = restored(stopped_in_epoch(3, 2), plan_of(epochs=3))
+    assert take(resumed, 1) == Train(2, 2, permutation(0, 2, 10)[8:])
+
+
 @pytest.mark.parametrize(
     ("per_update", "epochs", "left"), [(1, 9, 3 * 7 - 2), (2, 9, 1 + 2 * 6), (3, 3, 1), (5, 4, 2)]
 )

@@ -27,11 +27,11 @@ def test_without_rounds_each_result_is_an_update(max_lag: int | None) -> None:
 
 def test_a_round_is_due_when_all_are_in_and_in_the_order_of_the_trainers() -> None:
     rounds = begun(0, 1, 2, 3)
-    for trainer in (3, 1):
-        rounds.finish(trainer, f"of {trainer}")
+    for trainer, item in ((3, "a"), (1, "c")):
+        rounds.finish(trainer, item)
         assert rounds.take_due() == []
-    rounds.finish(2, "of 2")
-    assert rounds.take_due() == [(1, "of 1"), (2, "of 2"), (3, "of 3")]
+    rounds.finish(2, "b")
+    assert rounds.take_due() == [(1, "c"), (2, "b"), (3, "a")]
     assert rounds.take_due() == []
 
 

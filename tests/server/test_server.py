@@ -1,211 +1,535 @@
+"""The server's calls: futures, marks, how a job ends; and whole jobs with both ways to compute."""
+
 from __future__ import annotations
 
-import math
+import logging
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.futures import Future
 
 from ps.host.health import Activity, Finding
-from ps.protocol import Evaluate, Evaluated, Finished, Order, Train, Trained, Wait
-from ps.server.server import Outcome, ParameterServer
-from ps.workload import Workload, fetch
+from ps.protocol import Assignment, Evaluate, Evaluated, Finished, Order, Reply, Train, Wait
+from ps.server.orders import Orders, Plan
+from ps.server.roll import Outcome
+from ps.server.server import ParameterServer
+from ps.settings.log import log
+from ps.workload import fetch
 from ps.workloads.checks import make_model
 from tests.helpers import COMPUTE, Parts, assert_equal, server_of, sgd, train_all
-from tests.plugins import fixed_gradients, one_weight_for_each_sample, perceptron
+from tests.plugins import fixed_gradients, perceptron
+from tests.server.work import plan_of, result_of, state_of, training_of
+
+BOUND_S = 10.0
 
 
-def train_order(order: Order) -> Train:
+class Job:
+    """A server whose trainers are invented: batches of 4 samples, slices of 4."""
+
+    def __init__(
+        self,
+        plan: Plan | None = None,
+        trainers: Sequence[int] = (1, 2),
+        *,
+        max_lag: int | None = None,
+        orders: Orders | None = None,
+        are_at_work: bool = False,
+    ) -> None:
+        self.state = state_of(plan or plan_of(train=40), trainers, orders=orders)
+        self.training, _ = training_of(self.state, trainers, max_lag=max_lag)
+        self.server = ParameterServer(self.training, trainers)
+        for trainer in trainers if are_at_work else ():
+            self.server.join(trainer, None)
+            self.server.next_order(trainer, None)
+
+    def ask(self, trainer: int, gradient: float | None = None) -> Future[Reply]:
+        """Return the order that the trainer holds, if a gradient is given, and get the next."""
+        if gradient is None:
+            return self.server.next_order(trainer, None)
+        held = self.training.held_by(trainer)
+        return self.server.next_order(trainer, result_of(held, 1.0, torch.tensor(gradient)))
+
+    @property
+    def outcome(self) -> Outcome:
+        assert self.server.outcome is not None
+        return self.server.outcome
+
+    @property
+    def consequences(self) -> object:
+        return self.server.circumstances()["consequences"]
+
+    @property
+    def activities(self) -> dict[int, Activity]:
+        return {trainer: mark.activity for trainer, mark in self.server.progress().items()}
+
+
+def order_in(future: Future[Reply]) -> Order:
+    """The order that has come."""
+    assert future.done()
+    reply = future.wait()
+    assert isinstance(reply, Assignment)
+    return reply.order
+
+
+def batch_in(future: Future[Reply]) -> int:
+    order = order_in(future)
     assert isinstance(order, Train)
-    return order
+    return order.batch
 
 
-def result_of(parts: Parts, trainer: int, order: Order) -> Trained:
-    """Work on an order in this process."""
-    result = parts.worker(trainer).do(train_order(order))
-    assert isinstance(result, Trained)
-    return result
+def kind_in(future: Future[Reply]) -> type | None:
+    return type(future.wait()) if future.done() else None
 
 
-def test_a_trainer_without_work_holds_a_future_and_no_thread() -> None:
-    parts = server_of(perceptron(num_train=8), trainers=(1, 2))
-    order = parts.server.next_order(1, None).wait()
-    waiting = parts.server.next_order(2, None)
+def gone(trainer: int, text: str = "killed by SIGKILL", exit_code: int = 4) -> Finding:
+    return Finding(trainer, text, exit_code, is_gone=True)
+
+
+# --- who waits
+
+
+def test_a_trainer_without_work_holds_a_future_that_the_calls_of_others_complete() -> None:
+    job = Job(plan_of(train=4))
+    assert batch_in(job.ask(1)) == 0
+    waiting = job.ask(2)
     assert not waiting.done()
-    evaluating = parts.server.next_order(1, result_of(parts, 1, order)).wait()
-    assert isinstance(evaluating, Evaluate) and evaluating.slice == 1
-    order_of_the_other = waiting.wait()
-    assert isinstance(order_of_the_other, Evaluate) and order_of_the_other.slice == 0
+    assert order_in(job.ask(1, 1.0)) == Evaluate(0, 1, 4, 6)
+    assert order_in(waiting) == Evaluate(0, 0, 0, 4)
 
 
-def test_who_waits_too_long_for_a_call_is_told_to_ask_again() -> None:
-    parts = server_of(perceptron(num_train=8), trainers=(1, 2))
-    parts.server.next_order(1, None)
-    waiting = parts.server.next_order(2, None)
-    parts.server.tick(max_wait_s=60.0)
-    assert not waiting.done()
+def test_who_waits_too_long_for_a_call_is_sent_to_ask_again_and_keeps_its_part() -> None:
+    job = Job(max_lag=0)
+    first = job.ask(1)
+    job.server.tick(max_wait_s=60.0)
+    assert not first.done()
     time.sleep(0.01)
-    parts.server.tick(max_wait_s=0.0)
-    assert isinstance(waiting.wait(), Wait)
-
-
-def test_who_was_told_to_ask_again_takes_part_in_the_round() -> None:
-    parts = server_of(perceptron(), trainers=(1, 2), max_lag=0)
-    first = parts.server.next_order(1, None)
-    time.sleep(0.01)
-    parts.server.tick(max_wait_s=0.0)
-    assert isinstance(first.wait(), Wait)
-    second = parts.server.next_order(2, None)
+    job.server.tick(max_wait_s=0.005)
+    assert kind_in(first) is Wait
+    second = job.ask(2)
     assert not second.done()
-    assert train_order(parts.server.next_order(1, None).wait()).batch == 0
-    assert train_order(second.wait()).batch == 1
+    assert (batch_in(job.ask(1)), batch_in(second)) == (0, 1)
 
 
-def test_the_order_of_a_trainer_that_left_goes_to_one_that_waits() -> None:
-    parts = server_of(perceptron(num_train=8), trainers=(1, 2))
-    left = parts.server.next_order(1, None).wait()
-    waiting = parts.server.next_order(2, None)
-    parts.server.leave(1)
-    assert waiting.wait() == left
+def test_what_a_trainer_that_left_held_goes_to_one_that_waits() -> None:
+    job = Job(plan_of(train=4))
+    job.ask(1)
+    waiting = job.ask(2)
+    job.server.leave(1)
+    assert batch_in(waiting) == 0
 
 
-def test_a_slice_of_a_trainer_that_left_is_evaluated_by_another() -> None:
-    parts = server_of(perceptron(num_train=8), trainers=(1, 2))
-    work = parts.worker(1)
-    order = parts.server.next_order(1, None).wait()
-    waiting = parts.server.next_order(2, None)
-    order = parts.server.next_order(1, work.do(train_order(order))).wait()
-    left = waiting.wait()
-    assert isinstance(left, Evaluate)
-    parts.server.leave(2)
-    starts = set()
-    while isinstance(order, Evaluate):
-        starts.add(order.start)
-        order = parts.server.next_order(1, work.do(order)).wait()
-    assert starts == {0, 40, 80} and left.start in starts
-    assert isinstance(order, Finished)
-    assert len(parts.metrics.history) == 1
+def test_a_round_waits_for_all_and_closes_when_the_last_that_works_leaves() -> None:
+    job = Job(max_lag=0)
+    for trainer in (1, 2):
+        job.ask(trainer)
+    waiting = job.ask(1, 1.0)
+    assert not waiting.done() and job.state.store.version == 0
+    job.server.leave(2)
+    assert batch_in(waiting) == 1
+    assert job.state.store.version == 1
 
 
-@pytest.mark.parametrize("compute", COMPUTE)
-def test_a_round_waits_for_all_and_is_one_update(compute: str) -> None:
-    parts = server_of(perceptron(), compute=compute, trainers=(1, 2), max_lag=0)
-    workers = {trainer: parts.worker(trainer) for trainer in (1, 2)}
-    futures = {trainer: parts.server.next_order(trainer, None) for trainer in (1, 2)}
-    orders = {trainer: train_order(future.wait()) for trainer, future in futures.items()}
-    assert [order.batch for order in orders.values()] == [0, 1]
-    results = {trainer: workers[trainer].do(order) for trainer, order in orders.items()}
-    waiting = parts.server.next_order(2, results[2])
-    assert not waiting.done() and parts.store.version == 0
-    assert train_order(parts.server.next_order(1, results[1]).wait()).batch == 2
-    assert train_order(waiting.wait()).batch == 3
-    assert (parts.store.version, parts.metrics.samples_trained) == (1, 16)
+def test_while_an_epoch_is_shuffled_nobody_gets_a_batch_and_nothing_waits_for_it() -> None:
+    made: dict[int, Sequence[int]] = {}
+    plan = plan_of(train=8)
+    job = Job(plan, trainers=(1, 2, 3), orders=Orders(plan, made.get))
+    waiting = {trainer: job.ask(trainer) for trainer in (1, 2, 3)}
+    job.server.answer_waiting()
+    job.server.leave(3)
+    assert job.state.snapshot().version == 0
+    assert not any(future.done() for future in waiting.values())
+    made[0] = range(8)
+    job.server.answer_waiting()
+    assert [batch_in(waiting[trainer]) for trainer in (1, 2)] == [0, 1]
+    job = Job(plan, orders=Orders(plan, {}.get))
+    future = job.ask(1)
+    job.server.stop(Outcome("interrupted", 143, "stopped by SIGTERM"))
+    assert kind_in(future) is Finished
 
 
-@pytest.mark.parametrize("compute", COMPUTE)
-def test_what_a_trainer_handed_in_is_withdrawn_when_it_leaves_before_the_round_closes(
-    compute: str,
+def test_all_are_sent_home_when_the_work_is_done_and_it_is_over_when_they_left() -> None:
+    job = Job(plan_of(train=4, test=4, epochs=1))
+    job.ask(1)
+    waiting = job.ask(2)
+    others = job.ask(1, 1.0)
+    assert order_in(waiting) == Evaluate(0, 0, 0, 4)
+    assert not others.done()
+    assert [kind_in(future) for future in (job.ask(2, 1.0), others)] == [Finished, Finished]
+    job.server.leave(1)
+    assert not job.server.ended.is_set()
+    job.server.leave(2)
+    assert job.server.ended.is_set() and job.server.all_left
+    outcome, numbers = job.server.result()
+    assert (outcome, numbers["updates"]) == (Outcome("done"), 1)
+
+
+# --- nothing runs under the lock that may block
+
+
+class Blocking(logging.Handler):
+    """Blocks where a line is written, until it is let go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_writing, self.may_go_on = threading.Event(), threading.Event()
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        self.is_writing.set()
+        return self.may_go_on.wait(BOUND_S)
+
+
+@pytest.fixture
+def blocking(caplog: pytest.LogCaptureFixture) -> Iterator[Blocking]:
+    handler = Blocking()
+    log.addHandler(handler)
+    with caplog.at_level(logging.INFO, logger="ps"):
+        yield handler
+    handler.may_go_on.set()
+    log.removeHandler(handler)
+
+
+def with_a_line_to_write() -> Job:
+    """What trainer 1 has done is in no progress line yet."""
+    job = Job()
+    job.training.assign([1], 0.0)
+    result: Any = result_of(job.training.held_by(1), 1.0, torch.tensor(1.0))
+    job.training.take_trained(1, result, job.training.contribution(1, result), 0.0)
+    return job
+
+
+LINES: dict[str, tuple[Callable[[], Job], Callable[[Job], object]]] = {
+    "result": (lambda: Job(are_at_work=True), lambda job: job.ask(1, 1.0)),
+    "tick": (with_a_line_to_write, lambda job: job.server.tick(60.0)),
+    "report": (Job, lambda job: job.server.report(Finding(1, "little memory is left"))),
+}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_line_whose_writing_blocks_holds_up_no_other_call(blocking: Blocking, line: str) -> None:
+    make, write = LINES[line]
+    job = make()
+    thread = threading.Thread(target=write, args=(job,))
+    thread.start()
+    assert blocking.is_writing.wait(BOUND_S)
+    assert job.state.lock.acquire(timeout=BOUND_S)
+    job.state.lock.release()
+    blocking.may_go_on.set()
+    thread.join(BOUND_S)
+    assert not thread.is_alive()
+
+
+def test_what_waits_for_a_future_may_call_the_server() -> None:
+    job = Job(plan_of(train=4))
+    job.ask(1)
+    seen: list[int] = []
+    job.ask(2).add_done_callback(lambda _: seen.append(job.state.snapshot().version))
+    job.server.leave(1)
+    assert seen == [0]
+
+
+# --- how a job ends, and why
+
+
+def at_work() -> Job:
+    """Both trainers have an order."""
+    return Job(are_at_work=True)
+
+
+OUTCOMES: list[tuple[Callable[[ParameterServer], None], Outcome]] = [
+    (
+        lambda server: server.fail(1, "ValueError: boom", 7),
+        Outcome("failed", 7, "trainer rank 1: ValueError: boom", 1, rank_ends=True),
+    ),
+    (
+        lambda server: server.internal_error("RuntimeError: boom", 1),
+        Outcome("failed", 1, "server rank 0: RuntimeError: boom", 0),
+    ),
+    (
+        lambda server: server.report(gone(2, "ended", 6)),
+        Outcome("failed", 6, "lost trainer rank 2: ended", 2, rank_ends=True),
+    ),
+    (
+        lambda server: server.report(replace(gone(2, "ended"), is_quiet=True)),
+        Outcome("failed", 4, "lost trainer rank 2: ended", 2),
+    ),
+    (
+        lambda server: server.report(Finding(2, "it stands still", 5)),
+        Outcome("failed", 5, "trainer rank 2: it stands still", 2),
+    ),
+    (
+        lambda server: server.report(Finding(0, "it stands still", 5)),
+        Outcome("failed", 5, "server rank 0: it stands still", 0),
+    ),
+    (
+        lambda server: server.stop(Outcome("interrupted", 143, "stopped by SIGTERM")),
+        Outcome("interrupted", 143, "stopped by SIGTERM"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("end", "outcome"), OUTCOMES)
+def test_what_ends_a_job_is_its_outcome_and_nothing_more_is_applied(
+    end: Callable[[ParameterServer], None], outcome: Outcome
 ) -> None:
-    parts = server_of(
-        one_weight_for_each_sample(16),
-        compute=compute,
-        trainers=(1, 2),
-        max_lag=0,
-        optimizer=lambda model: sgd(model, lr=8.0),
-    )
-    workers = {trainer: parts.worker(trainer) for trainer in (1, 2)}
-    futures = {trainer: parts.server.next_order(trainer, None) for trainer in (1, 2)}
-    first, second = (train_order(futures[trainer].wait()) for trainer in (1, 2))
-    parts.server.next_order(2, workers[2].do(second))
-    parts.server.leave(2)
-    assert parts.store.version == 0
-    again = train_order(parts.server.next_order(1, workers[1].do(first)).wait())
-    assert again == second
-    assert isinstance(parts.server.next_order(1, workers[1].do(again)).wait(), Evaluate)
-    assert parts.store.state_dict()["weight"].tolist() == [[-1.0] * 16]
-    assert parts.metrics.samples_trained == 16
+    job = at_work()
+    end(job.server)
+    assert (job.outcome, job.consequences) == (outcome, [])
+    assert kind_in(job.ask(1, 1.0) if outcome.rank != 1 else job.ask(2, 1.0)) is Finished
+    assert (job.state.store.version, job.state.metrics.samples_trained) == (0, 0)
 
 
-@pytest.mark.parametrize("compute", COMPUTE)
-def test_a_round_closes_when_the_last_one_that_works_on_it_leaves(compute: str) -> None:
-    parts = server_of(perceptron(), compute=compute, trainers=(1, 2), max_lag=0)
-    work = parts.worker(1)
-    futures = {trainer: parts.server.next_order(trainer, None) for trainer in (1, 2)}
-    waiting = parts.server.next_order(1, work.do(train_order(futures[1].wait())))
-    assert not waiting.done()
-    parts.server.leave(2)
-    assert train_order(waiting.wait()).batch == 1
-    assert (parts.store.version, parts.metrics.samples_trained) == (1, 8)
+@pytest.mark.parametrize("end", [end for end, _ in OUTCOMES])
+def test_who_waits_when_a_job_ends_is_sent_home(end: Callable[[ParameterServer], None]) -> None:
+    job = Job(plan_of(train=4), trainers=(1, 2, 3))
+    waiting = [job.ask(trainer) for trainer in (1, 2, 3)][2]
+    end(job.server)
+    assert kind_in(waiting) is Finished
 
 
-def test_a_trainer_that_is_lost_after_it_left_is_no_failure() -> None:
-    parts = server_of(perceptron(), trainers=(1, 2))
-    parts.server.leave(2)
-    parts.server.lost(2, "its connection closed")
-    assert parts.server.outcome is None
+@pytest.mark.parametrize(
+    ("finding", "left", "is_over"),
+    [
+        (gone(2), [1], True),
+        (Finding(2, "it stands still", 5), [1], True),
+        (Finding(0, "it stands still", 5), [1], False),
+        (Finding(0, "it stands still", 5), [1, 2], True),
+    ],
+)
+def test_a_rank_that_is_gone_or_stands_still_is_not_waited_for(
+    finding: Finding, left: list[int], is_over: bool
+) -> None:
+    job = at_work()
+    job.server.report(finding)
+    assert not job.server.ended.is_set()
+    for trainer in left:
+        job.server.leave(trainer)
+    assert (job.server.ended.is_set(), job.server.all_left) == (is_over, False)
 
 
-def test_a_trainer_that_is_lost_after_it_told_why_leaves_the_cause_as_it_is() -> None:
-    parts = server_of(perceptron(), trainers=(1, 2))
-    parts.server.fail(2, "ValueError: boom", 1)
-    parts.server.lost(2, "its connection closed")
-    assert parts.outcome.cause == "trainer rank 2: ValueError: boom"
+def test_a_job_that_waits_for_nobody_is_over_when_it_is_stopped() -> None:
+    job = at_work()
+    job.server.stop(Outcome("failed", 9, "torchrun is gone"), abandoned={1, 2})
+    assert job.server.ended.is_set() and not job.server.all_left
+
+
+def test_all_have_left_when_each_has_said_goodbye_or_has_told_why() -> None:
+    job = at_work()
+    job.server.fail(1, "boom", 1)
+    assert not job.server.all_left
+    job.server.leave(2)
+    assert job.server.all_left and job.server.ended.is_set()
 
 
 def test_all_trainers_leaving_early_is_a_failure() -> None:
-    parts = server_of(perceptron(), trainers=(1, 2))
-    parts.server.leave(1)
-    assert not parts.server.ended.is_set()
-    parts.server.leave(2)
-    assert parts.server.ended.is_set()
-    assert (parts.outcome.status, parts.outcome.exit_code) == ("failed", 4)
+    job = at_work()
+    job.server.leave(1)
+    assert job.server.outcome is None
+    job.server.leave(2)
+    assert job.server.ended.is_set()
+    assert (job.outcome.status, job.outcome.exit_code, job.outcome.rank) == ("failed", 4, 0)
 
 
-def test_the_first_failure_stays_the_cause() -> None:
-    parts = server_of(perceptron(), trainers=(1, 2))
-    parts.server.fail(2, "first", 1)
-    parts.server.fail(1, "second", 1)
-    assert parts.outcome.cause == "trainer rank 2: first"
+def test_a_warning_is_logged_and_the_job_goes_on(warnings: pytest.LogCaptureFixture) -> None:
+    job = at_work()
+    for rank in (1, 0):
+        job.server.report(Finding(rank, "little memory is left"))
+    assert [record.getMessage() for record in warnings.records] == [
+        "trainer rank 1: little memory is left",
+        "server rank 0: little memory is left",
+    ]
+    assert (job.server.outcome, job.consequences) == (None, [])
 
 
-def test_nothing_is_applied_any_more_once_the_job_has_failed() -> None:
-    parts = server_of(perceptron(), trainers=(1, 2))
-    result = result_of(parts, 1, parts.server.next_order(1, None).wait())
-    parts.server.fail(2, "boom", 1)
-    assert isinstance(parts.server.next_order(1, result).wait(), Finished)
-    assert (parts.store.version, parts.metrics.samples_trained) == (0, 0)
+def test_the_end_of_a_trainer_that_has_left_or_has_told_why_is_no_finding() -> None:
+    job = at_work()
+    job.server.leave(1)
+    job.server.report(gone(1))
+    assert job.server.outcome is None
+    job.server.fail(2, "ValueError: boom", 1)
+    job.server.report(gone(2))
+    assert job.outcome.cause == "trainer rank 2: ValueError: boom"
+    assert job.consequences == []
 
 
-def test_a_result_that_comes_twice_is_refused_and_not_applied_again() -> None:
-    parts = server_of(perceptron(), trainers=(1, 2))
-    result = result_of(parts, 1, parts.server.next_order(1, None).wait())
-    parts.server.next_order(1, result)
-    with pytest.raises(AssertionError, match="trainer 1 hands in a batch without forward"):
-        parts.server.next_order(1, result)
-    parts.server.forward(1, 0, 1, torch.randn(8, 6))
-    with pytest.raises(AssertionError, match="trainer 1 holds"):
-        parts.server.next_order(1, result)
-    assert parts.store.version == 1
-    assert parts.metrics.updates == 1
+def test_one_loss_that_two_threads_find_at_once_is_one() -> None:
+    """The link's, and the one that watches."""
+    job = at_work()
+    findings = [gone(1, "its connection closed"), gone(1, "killed by SIGKILL")]
+    threads = [threading.Thread(target=job.server.report, args=(f,)) for f in findings]
+    with job.state.lock:
+        for thread in threads:
+            thread.start()
+        time.sleep(0.02)
+    for thread in threads:
+        thread.join(BOUND_S)
+    assert (job.outcome.rank, job.consequences) == (1, [])
+
+
+def test_what_goes_wrong_after_the_cause_is_a_consequence_once() -> None:
+    job = at_work()
+    job.server.report(Finding(1, "it has been stopped for 60 s", 5))
+    job.server.report(Finding(1, "it has been stopped for 60 s", 5))
+    job.server.report(gone(2))
+    job.server.fail(1, "PeerLost: lost the server", 4)
+    for _ in range(2):
+        job.server.stop(Outcome("interrupted", 143, "stopped by SIGTERM"))
+    job.server.internal_error("RuntimeError: late", 1)
+    assert job.outcome.cause == "trainer rank 1: it has been stopped for 60 s"
+    assert job.consequences == [
+        "lost trainer rank 2: killed by SIGKILL",
+        "trainer rank 1: PeerLost: lost the server",
+        "stopped by SIGTERM",
+        "server rank 0: RuntimeError: late",
+    ]
+
+
+def test_at_world_size_1_the_cause_is_named_once_as_the_servers_which_does_not_wait() -> None:
+    job = Job(trainers=(0,), are_at_work=True)
+    job.server.fail(0, "ValueError: boom", 1)
+    job.server.internal_error("ValueError: boom", 1)
+    assert job.outcome == Outcome("failed", 1, "server rank 0: ValueError: boom", 0)
+    assert job.consequences == [] and job.server.ended.is_set()
+
+
+def test_where_training_must_not_go_on_the_job_ends_for_all() -> None:
+    job = Job(max_lag=0, are_at_work=True)
+    waiting = job.ask(1, 1.0)
+    assert kind_in(job.ask(2, float("nan"))) is kind_in(waiting) is Finished
+    assert (job.outcome.exit_code, job.outcome.rank, job.outcome.rank_ends) == (8, 2, False)
+    assert job.outcome.cause is not None and "trainer rank 2, epoch 1, batch 1" in job.outcome.cause
+
+
+# --- what a rank was doing
+
+
+def test_the_order_and_the_time_of_who_holds_the_cause_are_kept() -> None:
+    job = at_work()
+    held = job.training.held_by(2)
+    assert isinstance(held, Train)
+    time.sleep(0.02)
+    job.server.report(gone(2))
+    job.server.report(gone(1))
+    circumstances = job.server.circumstances()
+    since_s = circumstances.pop("since_s")
+    assert circumstances == {
+        "last_order": {"epoch": 1, "batch": 1, "samples": list(held.indices)},
+        "doing": "works on an order",
+        "consequences": ["lost trainer rank 1: killed by SIGKILL"],
+    }
+    assert isinstance(since_s, float) and 0.02 <= since_s < 5
+
+
+@pytest.mark.parametrize("finding", [Finding(0, "it stands still", 5), gone(2)])
+def test_nothing_is_known_of_what_the_server_or_one_that_never_joined_was_doing(
+    finding: Finding,
+) -> None:
+    job = Job()
+    job.server.report(finding)
+    nothing = dict.fromkeys(("last_order", "doing", "since_s"))
+    assert job.server.circumstances() == {**nothing, "consequences": []}
+
+
+def test_whose_turn_it_is_is_known_from_joining_to_leaving() -> None:
+    job = Job(plan_of(train=4))
+    assert job.activities == {}
+    job.server.join(1, None)
+    assert job.activities == {1: Activity.WORKING}
+    job.ask(1)
+    job.ask(2)
+    assert job.activities == {1: Activity.WORKING, 2: Activity.WAITING}
+    job.server.tick(max_wait_s=-1.0)
+    assert job.activities == {1: Activity.WORKING, 2: Activity.WAITING}
+    job.ask(2)
+    job.ask(1, 1.0)
+    assert job.activities == {1: Activity.WORKING, 2: Activity.WORKING}
+    job.server.leave(1)
+    assert job.activities == {2: Activity.WORKING}
+
+
+def test_from_when_all_are_there_each_that_has_not_left_is_expected_to_make_progress() -> None:
+    job = Job(trainers=(1, 2, 3))
+    job.server.leave(3)
+    job.server.expect_progress()
+    assert job.activities == {1: Activity.WORKING, 2: Activity.WORKING}
+
+
+def test_a_mark_is_since_when_the_turn_changed() -> None:
+    job = Job()
+    job.server.join(1, None)
+    joined = job.server.progress()[1]
+    time.sleep(0.01)
+    job.ask(1)
+    ordered = job.server.progress()[1]
+    assert 0.01 <= ordered.since - joined.since < 5
+    assert job.server.progress()[1] == ordered
+
+
+class Watched(nn.Module):
+    """Tells where it is computed with."""
+
+    def __init__(self, seen: Callable[[], None]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.seen = [seen]
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Watched:
+        copied = Watched(self.seen[0])
+        copied.load_state_dict(self.state_dict())
+        return copied
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.seen[0]()
+        outputs: Tensor = self.layer(inputs)
+        outputs.register_hook(lambda gradient: self.seen[0]()) if outputs.requires_grad else None
+        return outputs.log_softmax(1)
+
+
+def test_while_the_server_computes_it_is_the_servers_turn() -> None:
+    """In forward, backward and evaluate, and in the rest of backward."""
+    known: list[Parts] = []
+    seen: list[Activity] = []
+
+    def see() -> None:
+        seen.extend(mark.activity for parts in known for mark in parts.server.progress().values())
+
+    parts = server_of(replace(perceptron(num_train=8), model=lambda: Watched(see)))
+    known.append(parts)
+    server = parts.server
+    server.join(1, None)
+    outputs = server.forward(1, 0, 0, torch.randn(8, 6))
+    server.backward(1, torch.ones_like(outputs))
+    server.evaluate(1, torch.randn(8, 6))
+    assert seen == [Activity.SERVED] * 3
+    assert server.progress()[1].activity is Activity.WORKING
+    seen.clear()
+    train_all(parts)
+    assert set(seen) == {Activity.SERVED}
+
+
+# --- whole jobs
 
 
 @pytest.mark.parametrize("compute", COMPUTE)
 def test_evaluation_sees_the_weights_that_the_epoch_ended_with(compute: str) -> None:
     parts = server_of(perceptron(num_train=8), compute=compute, epochs=2)
-    server, work = parts.server, parts.worker()
-    order = server.next_order(1, work.do(train_order(server.next_order(1, None).wait()))).wait()
-    ended_with = {name: value.clone() for name, value in parts.store.state_dict().items()}
+    work = parts.worker()
+    assignment = parts.server.next_order(1, None).wait()
     results: list[Evaluated] = []
-    while isinstance(order, Evaluate):
-        result = work.do(order)
-        assert isinstance(result, Evaluated)
-        results.append(result)
-        order = server.next_order(1, result).wait()
-    assert train_order(order).epoch == 1
+    ended_with: dict[str, Tensor] = {}
+    while isinstance(assignment, Assignment) and assignment.order.epoch == 0:
+        result = work.do(assignment)
+        assignment = parts.server.next_order(1, result).wait()
+        if isinstance(result, Evaluated):
+            results.append(result)
+        else:
+            state = parts.store.state_dict()
+            ended_with = {name: value.clone() for name, value in state.items()}
     model = parts.workload.model().eval()
     model.load_state_dict(ended_with)
     inputs, targets = fetch(parts.workload.test, range(97))
@@ -217,18 +541,10 @@ def test_evaluation_sees_the_weights_that_the_epoch_ended_with(compute: str) -> 
     assert sum(r.loss_sum for r in results) == pytest.approx(loss_sum)
 
 
-def test_evaluation_leaves_the_mode_of_the_training_replicas_alone() -> None:
-    parts = server_of(perceptron(dropout=0.5), trainers=(1, 2))
-    parts.server.evaluate(1, torch.randn(5, 6))
-    compute = parts.server._on_server
-    assert all(replica.module.training for replica in compute._replicas.values())
-    assert not compute._evaluation.module.training
-
-
 @pytest.mark.parametrize("compute", COMPUTE)
-@pytest.mark.parametrize("num_trainers", [1, 2, 5])
+@pytest.mark.parametrize(("num_trainers", "max_lag"), [(1, None), (2, 0), (5, None)])
 def test_threads_of_many_trainers_lose_no_update_and_no_sample(
-    num_trainers: int, compute: str
+    num_trainers: int, max_lag: int | None, compute: str
 ) -> None:
     """Each gradient is exactly one per weight, so each update takes exactly lr off."""
     parts = server_of(
@@ -236,34 +552,17 @@ def test_threads_of_many_trainers_lose_no_update_and_no_sample(
         compute=compute,
         trainers=range(1, num_trainers + 1),
         epochs=3,
+        max_lag=max_lag,
+        prefetch=2,
         optimizer=lambda model: sgd(model, lr=1.0),
     )
     train_all(parts)
-    assert parts.store.version == 150
-    assert parts.store.state_dict()["weight"].tolist() == [[-150.0] * 4]
+    updates = 75 if max_lag == 0 else 150
+    assert parts.store.version == updates
+    assert parts.store.state_dict()["weight"].tolist() == [[-float(updates)] * 4]
     assert parts.metrics.samples_trained == 1200
     assert [record.epoch for record in parts.metrics.history] == [1, 2, 3]
     assert isinstance(parts.server.next_order(1, None).wait(), Finished)
-
-
-def test_a_parameter_that_no_gradient_reached_in_an_epoch_is_named_once(
-    warnings: pytest.LogCaptureFixture,
-) -> None:
-    class HalfUsed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used = nn.Linear(6, 3)
-            self.forgotten = nn.Linear(6, 3)
-
-        def forward(self, inputs: Tensor) -> Tensor:
-            outputs: Tensor = self.used(inputs)
-            return outputs
-
-    parts = server_of(replace(perceptron(num_train=40), model=HalfUsed), epochs=2)
-    train_all(parts)
-    assert [record.getMessage() for record in warnings.records] == [
-        "no gradient has reached forgotten.bias, forgotten.weight in this epoch"
-    ]
 
 
 @pytest.mark.parametrize("compute", COMPUTE)
@@ -281,494 +580,37 @@ def test_an_order_whose_gradient_reaches_no_parameter_ends_the_job(compute: str)
         loss=lambda outputs, targets: (outputs * scale).mean(),
     )
     parts = server_of(workload, compute=compute)
-    result = result_of(parts, 1, parts.server.next_order(1, None).wait())
-    assert isinstance(parts.server.next_order(1, result).wait(), Finished)
-    assert (parts.outcome.exit_code, parts.outcome.cause) == (
-        8,
-        "trainer rank 1, epoch 1, batch 0: no gradient reached any parameter",
-    )
-
-
-# --- how a job ends, and why
-
-
-def gone(trainer: int, text: str = "killed by SIGKILL", exit_code: int = 4) -> Finding:
-    return Finding(trainer, text, exit_code, is_gone=True)
-
-
-def two_at_work() -> Parts:
-    """Trainer 1 has an order, and trainer 2 too."""
-    parts = server_of(perceptron(), trainers=(1, 2))
-    for trainer in parts.trainers:
-        parts.server.join(trainer, None)
-        parts.server.next_order(trainer, None)
-    return parts
-
-
-def test_a_warning_is_told_and_the_job_goes_on(warnings: pytest.LogCaptureFixture) -> None:
-    parts = two_at_work()
-    parts.server.report(Finding(1, "the job uses 90 of 100 MiB"))
-    parts.server.report(Finding(0, "the job uses 95 of 100 MiB"))
-    assert [record.getMessage() for record in warnings.records] == [
-        "trainer rank 1: the job uses 90 of 100 MiB",
-        "server rank 0: the job uses 95 of 100 MiB",
-    ]
-    assert parts.server.outcome is None
-    assert parts.server.circumstances()["consequences"] == []
-
-
-@pytest.mark.parametrize("is_quiet", [False, True])
-def test_a_rank_that_is_gone_is_the_cause_and_not_waited_for(is_quiet: bool) -> None:
-    parts = two_at_work()
-    parts.server.report(replace(gone(2, "ended", 6), is_quiet=is_quiet))
-    cause = "lost trainer rank 2: ended"
-    assert parts.outcome == Outcome("failed", 6, cause, 2, rank_ends=not is_quiet)
-    assert not parts.server.ended.is_set()
-    assert isinstance(parts.server.next_order(1, None).wait(), Finished)
-    parts.server.leave(1)
-    assert parts.server.ended.is_set()
-    assert not parts.server.all_left
-
-
-def test_a_rank_that_stands_still_is_the_cause_and_not_waited_for() -> None:
-    parts = two_at_work()
-    parts.server.report(Finding(2, "it has made no progress", 5))
-    assert parts.outcome == Outcome("failed", 5, "trainer rank 2: it has made no progress", 2)
-    assert not parts.server.ended.is_set()
-    parts.server.leave(1)
-    assert parts.server.ended.is_set()
-    assert not parts.server.all_left
-
-
-def test_a_server_that_stands_still_waits_for_its_trainers_all_the_same() -> None:
-    parts = two_at_work()
-    parts.server.report(Finding(0, "a call has made no progress", 5))
-    assert parts.outcome == Outcome("failed", 5, "server rank 0: a call has made no progress", 0)
-    parts.server.leave(1)
-    assert not parts.server.ended.is_set()
-    parts.server.leave(2)
-    assert parts.server.ended.is_set()
-    assert not parts.server.all_left
-
-
-def test_the_end_of_a_trainer_that_has_left_or_has_told_why_is_no_finding() -> None:
-    parts = two_at_work()
-    parts.server.leave(1)
-    parts.server.report(gone(1))
-    assert parts.server.outcome is None
-    parts.server.fail(2, "ValueError: boom", 1)
-    parts.server.report(gone(2))
-    assert parts.outcome.cause == "trainer rank 2: ValueError: boom"
-    assert parts.server.circumstances()["consequences"] == []
-
-
-def test_one_loss_that_is_found_twice_is_one() -> None:
-    parts = two_at_work()
-    parts.server.report(gone(1))
-    parts.server.report(gone(1))
-    assert parts.server.circumstances()["consequences"] == []
-
-
-def test_one_loss_that_two_threads_find_at_once_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The link's, and the one that watches."""
-    parts = two_at_work()
-    depart = parts.server._depart
-
-    def be_overtaken(*args: Any, **options: Any) -> None:
-        monkeypatch.setattr(parts.server, "_depart", depart)
-        parts.server.report(gone(1))
-        depart(*args, **options)
-
-    monkeypatch.setattr(parts.server, "_depart", be_overtaken)
-    parts.server.report(gone(1))
-    assert parts.outcome.cause == "lost trainer rank 1: killed by SIGKILL"
-    assert parts.server.circumstances()["consequences"] == []
-
-
-def test_what_goes_wrong_after_the_cause_is_a_consequence() -> None:
-    parts = two_at_work()
-    parts.server.report(Finding(1, "it has been stopped for 60 s", 5))
-    parts.server.report(gone(2))
-    parts.server.fail(1, "PeerLost: lost the server", 4)
-    parts.server.stop(Outcome("interrupted", 143, "stopped by SIGTERM"))
-    parts.server.broke("RuntimeError: late", 1)
-    assert parts.outcome.cause == "trainer rank 1: it has been stopped for 60 s"
-    assert parts.server.circumstances()["consequences"] == [
-        "lost trainer rank 2: killed by SIGKILL",
-        "trainer rank 1: PeerLost: lost the server",
-        "stopped by SIGTERM",
-        "server rank 0: RuntimeError: late",
-    ]
-
-
-def test_why_a_connection_closed_is_asked_for_and_is_the_cause() -> None:
-    asked: list[int] = []
-
-    def explain(trainer: int) -> Finding:
-        asked.append(trainer)
-        return gone(trainer, "ended with exit code 6", 6)
-
-    parts = two_at_work()
-    parts.server.explain = explain
-    parts.server.leave(1)
-    parts.server.lost(1, "its connection closed")
-    assert (asked, parts.server.outcome) == ([], None)
-    parts.server.lost(2, "its connection closed")
-    assert asked == [2]
-    assert (parts.outcome.exit_code, parts.outcome.rank) == (6, 2)
-    assert parts.outcome.cause == "lost trainer rank 2: ended with exit code 6"
-
-
-def test_a_connection_that_closed_for_no_known_reason_is_a_loss() -> None:
-    parts = two_at_work()
-    parts.server.lost(2, "its connection closed")
-    cause = "lost trainer rank 2: its connection closed"
-    assert parts.outcome == Outcome("failed", 4, cause, 2, rank_ends=True)
-
-
-def test_a_connection_that_closed_as_another_rank_stood_still_is_a_consequence() -> None:
-    parts = two_at_work()
-    parts.server.explain = lambda trainer: Finding(0, "it stood still for 60 s", 5)
-    parts.server.lost(2, "its connection closed")
-    assert (parts.outcome.rank, parts.outcome.exit_code) == (0, 5)
-    assert parts.server.circumstances()["consequences"] == [
-        "lost trainer rank 2: its connection closed"
-    ]
-    parts.server.leave(1)
-    assert parts.server.ended.is_set()
-
-
-def test_a_server_whose_code_raised_is_the_cause_and_sends_its_trainers_home() -> None:
-    parts = two_at_work()
-    parts.server.broke("RuntimeError: boom", 1)
-    assert parts.outcome == Outcome("failed", 1, "server rank 0: RuntimeError: boom", 0)
-    assert isinstance(parts.server.next_order(1, None).wait(), Finished)
-    assert not parts.server.ended.is_set()
-
-
-@pytest.mark.parametrize("finding", [gone(1), Finding(1, "it has made no progress", 5)])
-def test_who_waits_when_the_job_fails_is_sent_home(finding: Finding) -> None:
-    parts = server_of(perceptron(num_train=8), trainers=(1, 2))
-    parts.server.next_order(1, None)
-    waiting = parts.server.next_order(2, None)
-    parts.server.report(finding)
-    assert waiting.done() and isinstance(waiting.wait(), Finished)
-
-
-def test_a_trainer_that_tells_why_it_ends_is_the_cause_and_ends_by_itself() -> None:
-    parts = two_at_work()
-    parts.server.fail(1, "ValueError: boom", 1)
-    cause = "trainer rank 1: ValueError: boom"
-    assert parts.outcome == Outcome("failed", 1, cause, 1, rank_ends=True)
-
-
-def test_a_job_that_waits_for_nobody_has_ended_when_it_is_stopped() -> None:
-    parts = two_at_work()
-    parts.server.stop(Outcome("failed", 9, "torchrun is gone"), abandoned={1, 2})
-    assert parts.server.ended.is_set()
-    assert not parts.server.all_left
-
-
-def test_all_have_left_only_when_each_has_said_goodbye() -> None:
-    parts = two_at_work()
-    parts.server.fail(1, "boom", 1)
-    assert not parts.server.all_left
-    parts.server.leave(2)
-    assert parts.server.all_left
-
-
-# --- what a rank was doing
-
-
-def test_the_order_and_the_time_of_who_holds_the_cause_are_kept() -> None:
-    parts = two_at_work()
-    held = parts.orders.held_by(2)
-    assert isinstance(held, Train)
-    time.sleep(0.05)
-    parts.server.report(gone(2))
-    circumstances = parts.server.circumstances()
-    since_s = circumstances.pop("since_s")
-    assert circumstances == {
-        "last_order": {"epoch": 1, "batch": 1, "samples": list(held.indices)},
-        "doing": "works on an order",
-        "consequences": [],
-    }
-    assert isinstance(since_s, float) and 0.05 <= since_s < 5
-
-
-def test_a_slice_is_told_by_epoch_and_number() -> None:
-    parts = server_of(perceptron(num_train=8))
-    order = parts.server.next_order(1, None).wait()
-    assert isinstance(parts.server.next_order(1, result_of(parts, 1, order)).wait(), Evaluate)
-    parts.server.report(gone(1))
-    assert parts.server.circumstances()["last_order"] == {"epoch": 1, "slice": 0}
-
-
-def test_nothing_is_told_of_what_the_server_or_one_that_never_joined_was_doing() -> None:
-    for finding in (Finding(0, "it stood still", 5), gone(2)):
-        parts = server_of(perceptron(), trainers=(1, 2))
-        parts.server.report(finding)
-        nothing = dict.fromkeys(("last_order", "doing", "since_s"))
-        assert parts.server.circumstances() == {**nothing, "consequences": []}
-
-
-def test_circumstances_are_those_of_the_cause_and_not_of_a_consequence() -> None:
-    parts = two_at_work()
-    parts.server.report(Finding(0, "it stood still", 5))
-    parts.server.report(gone(1))
-    assert parts.server.circumstances()["last_order"] is None
-
-
-def doing(parts: Parts) -> dict[int, Activity]:
-    return {trainer: made.activity for trainer, made in parts.server.progress().items()}
-
-
-def test_whose_turn_it_is_is_known_from_joining_to_leaving() -> None:
-    parts = server_of(perceptron(num_train=8), trainers=(1, 2))
-    assert doing(parts) == {}
-    work = parts.worker(1)
-    assert doing(parts) == {1: Activity.WORKING}
-    order = train_order(parts.server.next_order(1, None).wait())
-    parts.server.join(2, None)
-    parts.server.next_order(2, None)
-    assert doing(parts) == {1: Activity.WORKING, 2: Activity.WAITING}
-    parts.server.next_order(1, work.do(order))
-    assert doing(parts) == {1: Activity.WORKING, 2: Activity.WORKING}
-    parts.server.leave(1)
-    assert doing(parts) == {2: Activity.WORKING}
-
-
-def test_a_trainer_that_has_arrived_is_expected_to_join() -> None:
-    parts = server_of(perceptron(), trainers=(1, 2))
-    parts.server.arrived()
-    assert doing(parts) == {1: Activity.WORKING, 2: Activity.WORKING}
-
-
-@pytest.mark.parametrize("call", ["forward", "backward", "evaluate", "contribution"])
-def test_while_the_server_answers_it_is_the_servers_turn(
-    monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
-    seen: list[dict[int, Activity]] = []
-    parts = server_of(perceptron(num_train=8))
-    compute: Any = parts.compute
-    original: Callable[..., Any] = getattr(compute, call)
-
-    def watched(*args: Any) -> Any:
-        seen.append(doing(parts))
-        return original(*args)
-
-    work = parts.worker()
-    order = parts.server.next_order(1, None).wait()
-    monkeypatch.setattr(compute, call, watched)
-    if call == "backward":
-        outputs = parts.server.forward(1, 0, 0, torch.randn(8, 6))
-        assert doing(parts) == {1: Activity.WORKING}
-        parts.server.backward(1, outputs)
-        assert doing(parts) == {1: Activity.WORKING}
-    else:
-        while isinstance(order, Train | Evaluate):
-            order = parts.server.next_order(1, work.do(order)).wait()
-    assert seen and all(made == {1: Activity.SERVED} for made in seen)
-
-
-def test_progress_is_since_when_the_turn_changed() -> None:
-    parts = server_of(perceptron())
-    parts.server.join(1, None)
-    joined = parts.server.progress()[1]
-    time.sleep(0.01)
-    parts.server.next_order(1, None)
-    ordered = parts.server.progress()[1]
-    assert (joined.activity, ordered.activity) == (Activity.WORKING, Activity.WORKING)
-    assert 0.01 <= ordered.since - joined.since < 5
-    assert parts.server.progress()[1] == ordered
-
-
-# --- what is not finite, and is skipped
-
-
-def normalized() -> Workload:
-    """With BatchNorm, whose statistics change with every forward."""
+    work, assignment = parts.worker(), parts.server.next_order(1, None).wait()
+    assert isinstance(assignment, Assignment)
+    assert isinstance(parts.server.next_order(1, work.do(assignment)).wait(), Finished)
+    assert (parts.outcome.exit_code, parts.outcome.rank) == (8, 1)
+    assert "no gradient reached any parameter" in str(parts.outcome.cause)
+
+
+@pytest.mark.parametrize("compute", COMPUTE)
+def test_what_is_skipped_reaches_neither_weights_nor_statistics(compute: str) -> None:
+    """The result is that of training on the other batches alone."""
+    spoiled = iter([False, True, False, False])
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        value = nn.functional.nll_loss(outputs, targets)
+        return value * float("inf") if next(spoiled, False) else value
 
     def model() -> nn.Module:
         return nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3), nn.LogSoftmax(1))
 
-    return replace(perceptron(num_train=32), model=model)
-
-
-def spoiled(workload: Workload, parts: dict[str, Parts], *batches: tuple[int, int]) -> Workload:
-    """The loss of these batches, by epoch and number, is infinite."""
-
-    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        value = workload.loss(outputs, targets)
-        held = parts["job"].orders.held_by(parts["job"].trainers[0])
-        is_bad = isinstance(held, Train) and (held.epoch, held.batch) in batches
-        return value * math.inf if is_bad else value
-
-    return replace(workload, loss=loss)
-
-
-def skipping(compute: str, *batches: tuple[int, int], epochs: int = 1) -> Parts:
-    """A job of one trainer that has ended, with the batches spoiled and skipped."""
-    known: dict[str, Parts] = {}
-    workload = spoiled(normalized(), known, *batches)
-    parts = server_of(workload, compute=compute, epochs=epochs, skip_nonfinite=True)
-    known["job"] = parts
-    work = parts.worker()
-    order = parts.server.next_order(1, None).wait()
-    while isinstance(order, Train | Evaluate):
-        order = parts.server.next_order(1, work.do(order)).wait()
-    return parts
-
-
-@pytest.mark.parametrize("compute", COMPUTE)
-def test_what_is_not_finite_is_left_out_and_counted_and_named(
-    compute: str, warnings: pytest.LogCaptureFixture
-) -> None:
-    parts = skipping(compute, (0, 1))
-    assert parts.server.outcome is None
-    assert parts.orders.finished
-    assert (parts.store.version, parts.metrics.samples_trained) == (3, 24)
-    assert (parts.metrics.orders_skipped, parts.metrics.samples_skipped) == (1, 8)
-    parts.server.leave(1)
-    outcome, numbers = parts.server.result()
-    assert outcome.status == "done"
-    [skipped] = numbers["skipped"]  # type: ignore[misc]
-    samples = skipped.pop("samples")
-    assert len(samples) == 8
-    assert skipped == {
-        "epoch": 1,
-        "batch": 1,
-        "trainer": 1,
-        "version": 1,
-        "cause": "the loss is inf",
-    }
-    assert [record.getMessage() for record in warnings.records] == [
-        "skipped epoch 1, batch 1 of trainer rank 1: the loss is inf"
-    ]
-
-
-@pytest.mark.parametrize("compute", COMPUTE)
-@pytest.mark.parametrize("bad", [0, 1, 3])
-def test_what_is_skipped_reaches_neither_weights_nor_statistics(compute: str, bad: int) -> None:
-    """The result is that of training on the other batches alone."""
-    parts = skipping(compute, (0, bad))
-    workload = normalized()
-    model = make_model(workload, 0)
-    optimizer = sgd(model)
-    orders = server_of(workload, skip_nonfinite=True).orders
+    workload = replace(perceptron(num_train=32), model=model)
+    parts = server_of(replace(workload, loss=loss), compute=compute, skip_nonfinite=True)
+    train_all(parts)
+    assert (parts.store.version, parts.metrics.orders_skipped) == (3, 1)
+    orders, alone = server_of(workload).orders, make_model(workload, 0)
+    optimizer = sgd(alone)
     for batch in range(4):
         order = orders.take_batch(batch)
         assert order is not None
-        if batch == bad:
-            continue
-        inputs, targets = fetch(workload.train, order.indices)
-        optimizer.zero_grad()
-        workload.loss(model(inputs), targets).backward()
-        optimizer.step()
-    assert_equal(parts.store.state_dict(), dict(model.state_dict()))
-
-
-@pytest.mark.parametrize("compute", COMPUTE)
-def test_a_gradient_that_is_not_finite_is_skipped_though_its_loss_is(compute: str) -> None:
-    class Infinite(torch.autograd.Function):
-        @staticmethod
-        def forward(context: Any, value: Tensor) -> Tensor:
-            return value.clone()
-
-        @staticmethod
-        def backward(context: Any, *gradients: Tensor) -> Tensor:
-            return gradients[0] * math.inf
-
-    workload = perceptron(num_train=16)
-    calls: list[int] = []
-
-    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        value = workload.loss(outputs, targets)
-        calls.append(1)
-        spoil: Callable[[Tensor], Tensor] = Infinite.apply
-        return spoil(value) if len(calls) == 1 else value
-
-    parts = server_of(replace(workload, loss=loss), compute=compute, skip_nonfinite=True)
-    train_all(parts)
-    [skipped] = parts.server.result()[1]["skipped"]  # type: ignore[misc]
-    assert skipped["cause"] == "the gradient of 0.weight is not finite"
-    assert (parts.store.version, parts.metrics.samples_trained) == (1, 8)
-    assert all(bool(value.isfinite().all()) for value in parts.store.state_dict().values())
-
-
-@pytest.mark.parametrize("compute", COMPUTE)
-def test_in_a_round_the_others_make_the_update_without_the_one_that_is_skipped(
-    compute: str,
-) -> None:
-    """Each sample that is trained on moves its weight by lr over the samples of the update."""
-    workload, factors = one_weight_for_each_sample(32), [1.0, math.inf]
-    parts = server_of(
-        replace(workload, loss=lambda *args: workload.loss(*args) * factors.pop(0)),
-        compute=compute,
-        trainers=(1, 2),
-        max_lag=0,
-        optimizer=lambda model: sgd(model, lr=16.0),
-        skip_nonfinite=True,
-    )
-    futures = {trainer: parts.server.next_order(trainer, None) for trainer in (1, 2)}
-    first = {trainer: train_order(future.wait()) for trainer, future in futures.items()}
-    workers = {trainer: parts.worker(trainer) for trainer in (1, 2)}
-    good = workers[2].do(first[2])
-    bad = workers[1].do(first[1])
-    waiting = parts.server.next_order(1, bad)
-    assert not waiting.done() and parts.store.version == 0
-    parts.server.next_order(2, good)
-    assert train_order(waiting.wait()).batch == 2
-    assert (parts.store.version, parts.metrics.samples_trained) == (1, 8)
-    moved = parts.store.state_dict()["weight"].flatten()
-    assert sorted(moved.nonzero().flatten().tolist()) == sorted(first[2].indices)
-    assert set(moved[list(first[2].indices)].tolist()) == {-2.0}
-
-
-@pytest.mark.parametrize("compute", COMPUTE)
-def test_a_round_in_which_all_is_skipped_is_no_update(compute: str) -> None:
-    workload = perceptron(num_train=32)
-    broken = replace(workload, loss=lambda *args: workload.loss(*args) * math.nan)
-    parts = server_of(broken, compute=compute, trainers=(1, 2), max_lag=0, skip_nonfinite=True)
-    workers = {trainer: parts.worker(trainer) for trainer in (1, 2)}
-    futures = {trainer: parts.server.next_order(trainer, None) for trainer in (1, 2)}
-    results = {t: workers[t].do(train_order(future.wait())) for t, future in futures.items()}
-    futures = {trainer: parts.server.next_order(trainer, results[trainer]) for trainer in (1, 2)}
-    assert [train_order(futures[trainer].wait()).batch for trainer in (1, 2)] == [2, 3]
-    assert (parts.store.version, parts.metrics.orders_skipped) == (0, 2)
-
-
-@pytest.mark.parametrize("compute", COMPUTE)
-def test_an_epoch_of_which_all_is_skipped_ends_the_job(compute: str) -> None:
-    parts = skipping(compute, *((1, batch) for batch in range(4)), epochs=3)
-    assert parts.outcome == Outcome(
-        "failed", 8, "no order of the epoch gave a loss and gradients that are finite"
-    )
-    assert (parts.store.version, len(parts.metrics.history)) == (4, 1)
-
-
-def test_an_epoch_of_which_one_order_is_left_goes_on() -> None:
-    parts = skipping("server", (0, 0), (0, 1), (0, 2), epochs=2)
-    assert parts.server.outcome is None
-    assert (parts.store.version, len(parts.metrics.history)) == (5, 2)
-
-
-def test_what_was_trained_on_before_a_restart_counts_for_its_epoch() -> None:
-    workload = perceptron(num_train=16)
-    before = server_of(workload)
-    before.server.next_order(1, result_of(before, 1, before.server.next_order(1, None).wait()))
-    state = before.server.state()
-    broken = replace(workload, loss=lambda *args: workload.loss(*args) * math.nan)
-    store = server_of(broken, skip_nonfinite=True)
-    store.store.restore(state["store"])
-    store.orders.restore(state["orders"])
-    store.metrics.restore(state["metrics"])
-    server = ParameterServer(
-        *(store.store, store.orders, store.metrics, store.compute),
-        trainers=(1,),
-        skip_nonfinite=True,
-    )
-    parts = replace(store, server=server)
-    result = result_of(parts, 1, server.next_order(1, None).wait())
-    assert isinstance(server.next_order(1, result).wait(), Evaluate)
-    assert (server.outcome, parts.metrics.orders_skipped) == (None, 1)
+        if batch != 1:
+            inputs, targets = fetch(workload.train, order.indices)
+            optimizer.zero_grad()
+            workload.loss(alone(inputs), targets).backward()
+            optimizer.step()
+    assert_equal(parts.store.state_dict(), dict(alone.state_dict()))

@@ -200,18 +200,9 @@ def test_in_a_round_the_others_make_the_update_without_the_one_that_is_skipped()
     job.take(2, gradient=3.0)
     assert job.done == (1, 4, -3.0)
     job.give(1, 2)
-    job.take(1, gradient=2.0)
-    job.take(2, loss=math.inf)
-    assert job.done == (2, 8, -5.0)
-
-
-def test_a_round_in_which_all_is_skipped_is_no_update() -> None:
-    job = job_of(trainers=(1, 2), max_lag=0, skip_nonfinite=True)
-    job.give(1, 2)
     for trainer in (1, 2):
-        job.take(trainer, loss=math.nan)
-    assert (job.done, job.versions) == ((0, 0, 0.0), [])
-    assert [getattr(order, "batch", None) for order in job.give(1, 2)] == [2, 3]
+        job.take(trainer, loss=math.inf)
+    assert (job.done, job.versions) == ((1, 4, -3.0), [1])
 
 
 def test_an_epoch_ends_the_job_if_all_of_it_was_skipped_and_goes_on_if_one_order_is_left() -> None:
