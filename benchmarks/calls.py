@@ -23,11 +23,13 @@ from ps.links.choice import choose, connect
 from ps.links.rendezvous import Rendezvous
 from ps.model.flat import FlatModel
 from ps.model.store import Store
-from ps.protocol import Push, Train, Trained
-from ps.server.compute import OnTrainers
+from ps.protocol import Assignment, Push, Train, Trained
+from ps.server.compute import TrainerCompute
 from ps.server.metrics import Metrics
 from ps.server.orders import Orders, Plan
 from ps.server.server import ParameterServer
+from ps.server.state import begin
+from ps.server.training import Training
 from ps.settings.config import Config
 from ps.settings.topology import Topology
 
@@ -100,8 +102,6 @@ def _serve(config: Config, parameters: int, port: int) -> None:
     torch.set_num_threads(1)
     rendezvous = Rendezvous(_topology(0, port), 60.0)
     model = _model(parameters)
-    store = Store(model, torch.optim.SGD(model.parameters(), lr=0.01))
-    compute = OnTrainers(store)
     plan = Plan(
         num_train_samples=BATCH_SIZE * 1_000_000,
         num_test_samples=1,
@@ -109,22 +109,21 @@ def _serve(config: Config, parameters: int, port: int) -> None:
         epochs=1,
         seed=0,
     )
-    server = ParameterServer(
-        store, _FewOrders(plan), Metrics(plan, [TRAINER]), compute, trainers=[TRAINER]
+    state = begin(
+        plan,
+        Store(model, torch.optim.SGD(model.parameters(), lr=0.01)),
+        Orders(plan, lambda epoch: range(plan.num_train_samples)),
+        Metrics(plan, [TRAINER]),
+        clock=time.monotonic,
     )
+    compute = TrainerCompute(state)
+    server = ParameterServer(Training(state, compute, [TRAINER]), [TRAINER])
     end = choose(server, compute, [TRAINER], config.link)
     rendezvous.announce(json.dumps(dict(end.invitation)))
-    rendezvous.gather()
-    end.open(rendezvous, config)
+    rendezvous.barrier("", 60.0)
+    end.open(rendezvous, config, lambda trainer, how: None)
     server.ended.wait(110)
     end.close()
-
-
-class _FewOrders(Orders):
-    """Does not shuffle, as that takes a minute for so many samples."""
-
-    def _shuffle(self) -> None:
-        self._permutation = range(self._plan.num_train_samples)
 
 
 def _push(config: Config, parameters: int, port: int, budget_s: float, results: Any) -> None:
@@ -133,25 +132,20 @@ def _push(config: Config, parameters: int, port: int, budget_s: float, results: 
     rendezvous = Rendezvous(_topology(TRAINER, port), 60.0)
     invitation = json.loads(rendezvous.announced(60.0))
     flat = FlatModel(_model(parameters))
-    rendezvous.gather()
+    rendezvous.barrier("", 60.0)
     server = connect(invitation, rendezvous, config)
     layout = flat.describe()
     server.join(TRAINER, layout)
-    mailbox = server.open_mailbox(flat)
+    server.open_mailbox(flat)
 
     def push() -> None:
-        nonlocal order
-        assert isinstance(order, Train) and order.weights is not None
-        if order.weights.values is not None:
-            mailbox.weights[: len(order.weights.values)].copy_(order.weights.values)
-        message = Push(order.weights.version)
-        if server.by_message:
-            none = torch.empty(0, dtype=torch.uint8)
-            message = Push(order.weights.version, (), mailbox.gradients, none)
+        nonlocal reply
+        assert isinstance(reply, Assignment) and isinstance(reply.order, Train)
+        order, message = reply.order, Push(reply.weights.version)
         result = Trained(order.epoch, order.batch, BATCH_SIZE, 0.0, message)
-        order = server.next_order(TRAINER, result)
+        reply = server.next_order(TRAINER, result)
 
-    order = server.next_order(TRAINER, None)
+    reply = server.next_order(TRAINER, None)
     medians = (_median_s(lambda: server.join(TRAINER, layout), budget_s), _median_s(push, budget_s))
     server.leave(TRAINER)
     server.close()

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Protocol
 
 from benchmarks.figures import Figure
-from tests.jobs import Done, run_job
 from benchmarks.peers import ddp, hogwild, loops, ray_server, tutorial
 from benchmarks.peers.processes import MeasurementError
 from benchmarks.peers.task import Task
 from benchmarks.plugins import UPDATES_VARIABLE
+from tests.jobs import Done, run_job
 
 SHOWN_LINES = 40
 BATCH_SIZE = 32

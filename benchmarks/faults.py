@@ -31,9 +31,9 @@ from typing import Any
 
 import psutil
 
+from benchmarks.plugins import EVALUATING, SPOILED
 from tests.jobs import Done, Job, mnist_folder
 from tests.leftovers import MARK, Leftovers
-from benchmarks.plugins import EVALUATING, SPOILED
 
 OVER_S = 10.0
 ORPHANS_S = 5.0

@@ -1,6 +1,7 @@
-"""A single-host parameter-server launcher for PyTorch: what a workload of your own imports.
+"""A single-host parameter-server launcher for PyTorch: the names that a plug-in imports.
 
-Everything else is private, in the rooms below. Torch is loaded by the first name that needs it.
+Everything else is private, in the packages below. Torch is loaded by the first use of a name that
+needs it, so that importing `ps` is quick.
 """
 
 from __future__ import annotations

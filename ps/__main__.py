@@ -10,10 +10,11 @@ import threading
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict
+from typing import NoReturn
 
 from ps.host import signals
 from ps.job import doctor
-from ps.job.doctor import Finding
+from ps.job.preflight import CheckResult, worst
 from ps.job.preparation import with_inherited
 from ps.settings.config import Config, parse_args
 from ps.settings.errors import ConfigError, LaunchError, PsError
@@ -21,9 +22,9 @@ from ps.settings.errors import ConfigError, LaunchError, PsError
 PROGRAM = "python -m ps doctor"
 USAGE = f"{PROGRAM} [--json] [--world-size N] [options of launch.py]"
 DESCRIPTION = """\
-Looks at this machine as a run with these options would find it: system, cores, memory, disk,
-torch, GPUs, workload, data, and what earlier runs have left. Starts, fetches, ends and removes
-nothing. Every line says what was seen and, if that is not ok, what to do.
+Checks this machine for a run with these options: system, cores, memory, disk, torch, GPUs,
+workload, data, and what earlier runs have left. Starts, fetches, ends and removes nothing. Every
+line says what was seen and, if that is not ok, what to do.
 """
 EPILOG = f"""\
 every option of launch.py can be given, as for the run: python launch.py --help
@@ -39,11 +40,11 @@ WORLD_SIZE = 3
 STATUS_WIDTH = len("warning")
 
 
-def main(argv: Sequence[str]) -> int:
-    """Returns the exit code."""
+def main(argv: Sequence[str], check_timeout_s: float = doctor.THOROUGH_TIMEOUT_S) -> int:
+    """Returns the exit code. Blocks for check_timeout_s for each check that hangs."""
     signals.restore_defaults()
     if argv[:1] == ["doctor"]:
-        return _doctor(argv[1:])
+        return _doctor(argv[1:], check_timeout_s)
     if argv[:1] in (["-h"], ["--help"]):
         print(f"usage: {USAGE}; more: {PROGRAM} --help")
         return 0
@@ -52,16 +53,16 @@ def main(argv: Sequence[str]) -> int:
     return ConfigError.exit_code
 
 
-def _doctor(argv: Sequence[str]) -> int:
+def _doctor(argv: Sequence[str], check_timeout_s: float) -> int:
     try:
         as_json, world_size, config = _options(argv)
     except (PsError, argparse.ArgumentError) as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return getattr(error, "exit_code", ConfigError.exit_code)
     with redirect_stdout(sys.stderr):  # what a plug-in prints does not belong to the answer
-        findings = doctor.all_checks(config, world_size)
-    print(_as_json(findings) if as_json else _as_text(findings))
-    return LaunchError.exit_code if doctor.worst(findings) == "failed" else 0
+        results = doctor.all_checks(config, world_size, check_timeout_s)
+    print(_as_json(results) if as_json else _as_text(results))
+    return LaunchError.exit_code if worst(results) == "failed" else 0
 
 
 def _options(argv: Sequence[str]) -> tuple[bool, int, Config]:
@@ -93,35 +94,39 @@ def _world_size(text: str) -> int:
     return int(text)
 
 
-def _as_json(findings: Sequence[Finding]) -> str:
-    checks = [asdict(finding) for finding in findings]
-    return json.dumps({"status": doctor.worst(findings), "checks": checks}, indent=2)
+def _as_json(results: Sequence[CheckResult]) -> str:
+    checks = [asdict(result) for result in results]
+    return json.dumps({"status": worst(results), "checks": checks}, indent=2)
 
 
-def _as_text(findings: Sequence[Finding]) -> str:
-    width = max(len(finding.name) for finding in findings)
+def _as_text(results: Sequence[CheckResult]) -> str:
+    width = max(len(result.name) for result in results)
     lines = [
-        f"{_word(finding):{STATUS_WIDTH}}  {finding.name:{width}}  {finding.text}"
-        for finding in findings
+        f"{_word(result):{STATUS_WIDTH}}  {result.name:{width}}  {result.text}"
+        for result in results
     ]
-    return "\n".join([*lines, _summary(findings)])
+    return "\n".join([*lines, _summary(results)])
 
 
-def _word(finding: Finding) -> str:
-    return "FAILED" if finding.status == "failed" else finding.status
+def _word(result: CheckResult) -> str:
+    return "FAILED" if result.status == "failed" else result.status
 
 
-def _summary(findings: Sequence[Finding]) -> str:
-    statuses = [finding.status for finding in findings]
+def _summary(results: Sequence[CheckResult]) -> str:
+    statuses = [result.status for result in results]
     failed, warnings = statuses.count("failed"), statuses.count("warning")
-    counts = f"{len(findings)} checks, {failed} failed, {warnings} with a warning"
+    counts = f"{len(results)} checks, {failed} failed, {warnings} with a warning"
     return f"{'NOT READY' if failed else 'ready'}: {counts}"
 
 
-if __name__ == "__main__":
-    code = main(sys.argv[1:])
+def leave(code: int) -> NoReturn:
+    """End this process, also where a thread does not end."""
     sys.stdout.flush()
     sys.stderr.flush()
     if threading.active_count() > 1:
         os._exit(code)  # a check hangs, or a plug-in left a thread: a normal exit may wait or abort
     sys.exit(code)
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import threading
@@ -37,7 +36,7 @@ from ps.trainer.trainer import train
 from ps.trainer.worker import ServerComputeWorker, TrainerComputeWorker, Worker
 from ps.workload import Workload, fetch
 from ps.workloads.checks import make_model
-from tests.jobs import ROOT
+from tests.jobs import ROOT, free_port
 
 Optimizer = Callable[[nn.Module], torch.optim.Optimizer]
 COMPUTE = ("server", "trainer")
@@ -244,12 +243,6 @@ def assert_equal(
             atol=within,
             msg=lambda text, name=name: f"{name}: {text}",
         )
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def topology_of(rank: int = 0, world_size: int = 1, port: int = 0, attempt: int = 0) -> Topology:

@@ -45,13 +45,14 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """What torchrun tells a rank, where rank 0 is to serve the store."""
+    """What torchrun gives a rank, where rank 0 is to serve the store."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": f"{os.getpid()}-{port}",
     }
 
 
@@ -263,12 +264,19 @@ class Ranks(Running):
             )
             for rank in range(world_size)
         }
+        self._ranks = {rank: psutil.Process(it.pid) for rank, it in self._processes.items()}
         self._codes: dict[int, int] = {}
         self._supervisor = threading.Thread(target=self._supervise, daemon=True)
         self._supervisor.start()
 
     def ranks(self) -> dict[int, psutil.Process]:
-        return {rank: psutil.Process(started.pid) for rank, started in self._processes.items()}
+        """Those that were there when it was made: psutil knows a pid that was given again."""
+        return dict(self._ranks)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether any rank is."""
+        return self._supervisor.is_alive()
 
     def send(self, number: signal.Signals) -> None:
         for process in self._processes.values():

@@ -10,7 +10,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from ps.links import local, rpc
 from ps.settings.config import Config
 from ps.workload import Workload
 from ps.workloads import digits
@@ -91,11 +90,6 @@ def fixed_gradients(config: Config) -> Workload:
     )
 
 
-def fixed_gradients_on_two_threads(config: Config) -> Workload:
-    rpc._num_threads = lambda topology: 2
-    return fixed_gradients(config)
-
-
 def one_weight_for_each_sample(count: int = 400) -> Workload:
     """Training on sample i moves weight i alone: by lr / n, if n samples make the update."""
 
@@ -172,12 +166,6 @@ def hundred_million_parameters(config: Config) -> Workload:
 
 def few_parameters(config: Config) -> Workload:
     return wide(10, layers=100)
-
-
-def without_memory(config: Config) -> Workload:
-    """As on a host with no memory left for the local link."""
-    local.available_memory_bytes = lambda: 1000
-    return perceptron()
 
 
 def wide(width: int, layers: int = 1, num_train: int = 12) -> Workload:

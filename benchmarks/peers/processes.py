@@ -22,8 +22,8 @@ from contextlib import suppress
 
 import psutil
 
-from tests.jobs import ROOT
 from benchmarks.peers.task import Task
+from tests.jobs import ROOT
 
 Gate = Callable[[], None]
 """Blocks until every process of the peer is ready."""

@@ -1,4 +1,4 @@
-"""What this program asks of the C library: its allocator, and an end with the parent."""
+"""What this program asks of the C library: its allocator's settings, and an end with the parent."""
 
 from __future__ import annotations
 
@@ -6,24 +6,19 @@ import ctypes  # noqa: TID251
 import os
 import sys
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
-
-
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of mallopt(3)
 _PR_SET_PDEATHSIG, _SIGKILL = 1, 9
-
-
 _KEEP_BYTES = 1 << 30
-
-
 _OLD_GLIBC_LIMIT_BYTES = 1 << 25
+"""The largest threshold that older versions of glibc take."""
 
 
 def keep_freed_memory() -> None:
     """Have glibc keep large freed buffers instead of returning them to the kernel.
 
-    Otherwise each step pays page faults for its activations anew; one arena keeps the threads
-    of a server from each holding its own. Does nothing where the C library is not glibc.
-    See mallopt(3).
+    Otherwise each step pays the page faults of its activations again. With one arena, the
+    threads of a server do not each keep memory of their own. Does nothing where the C library is
+    not glibc. See mallopt(3).
     """
     if sys.platform != "linux":
         return
@@ -37,9 +32,9 @@ def keep_freed_memory() -> None:
 
 
 def hold_gil() -> None:
-    """Never returns, and lets no other thread run Python code, whatever signals are handled.
+    """Never return, and let no thread of this process run Python code any more.
 
-    Waits for a mutex that it holds itself, as a deadlock in a C library does.
+    Waits for a mutex that it holds itself, as a deadlock in a C library does. A fault to inject.
     """
     libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
     libc.pthread_mutex_init(mutex, None)
@@ -48,7 +43,9 @@ def hold_gil() -> None:
 
 
 def end_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent, with that pid, ends. Linux only.
+    """Have the kernel kill this process when its parent ends. Does nothing outside Linux.
+
+    parent is the parent's pid: where it has ended already, this process exits at once with 1.
 
     See PR_SET_PDEATHSIG in prctl(2).
     """

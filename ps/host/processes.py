@@ -1,4 +1,4 @@
-"""The processes of this host: one that is held and read, and the list of all. psutil's only door.
+"""The processes of this host: one that is watched, and the list of all. The only door to psutil.
 
 Nothing here judges, and nothing ends a process.
 """
@@ -15,6 +15,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import psutil  # noqa: TID251
 
@@ -24,6 +25,7 @@ FROM_TORCHRUN = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """What it passes on to all ranks, as a request to end."""
 SHOW_STACKS = signal.SIGUSR1
 """Asks a rank to write its stacks; it goes on."""
+PROC = Path("/proc")
 GONE, UNKNOWN = "gone", "unknown"
 ZOMBIE = str(psutil.STATUS_ZOMBIE)
 UNINTERRUPTIBLE = str(psutil.STATUS_DISK_SLEEP)
@@ -35,18 +37,20 @@ STOPPED = {
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What tells a process from all others of the host, those with the same pid later included."""
+    """What tells a process from all others of the host, also from later ones with its pid."""
 
     pid: int
     created: float
     """On Linux in ticks since the start of the host: psutil's time moves with the host's clock."""
 
     @classmethod
-    def of(cls, pid: int) -> Identity:
-        """Raises:
-        psutil.NoSuchProcess: there is none.
+    def of(cls, pid: int, proc: Path = PROC) -> Identity:
+        """That of the process with this pid.
+
+        Raises:
+            psutil.NoSuchProcess: there is none.
         """
-        fields = _stat(pid)
+        fields = _stat(pid, proc)
         return cls(pid, float(fields[_STARTTIME]) if fields else psutil.Process(pid).create_time())
 
     def to_json(self) -> str:
@@ -58,31 +62,28 @@ class Identity:
         return cls(**json.loads(text))
 
 
-def fingerprint(identity: Identity) -> str:
-    """Six hexadecimal digits, others after each start of the host."""
-    text = f"{_boot()}-{identity.pid}-{identity.created}"
+def fingerprint(identity: Identity, proc: Path = PROC) -> str:
+    """Six hexadecimal digits that name a process, also across restarts of the host."""
+    boot = ""
+    with suppress(OSError):
+        boot = (proc / "sys/kernel/random/boot_id").read_text()
+    text = f"{boot}-{identity.pid}-{identity.created}"
     return hashlib.sha256(text.encode()).hexdigest()[:6]
-
-
-def _boot() -> str:
-    with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read()
-    return ""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What was seen of a process. What could not be read is None."""
+    """What was seen of a process at one moment. What could not be read is None."""
 
     pid: int
     state: str
-    """psutil's word, or gone, or unknown."""
+    """psutil's word, or GONE, or UNKNOWN where it may not be read."""
     cpu_s: float | None = None
-    """User and system time since its start."""
+    """User and system time since its start, in seconds of one core."""
     private_bytes: int | None = None
-    """Resident memory that it shares with nobody."""
+    """Resident memory that it shares with no other process."""
     status: int | None = None
-    """As of wait(2), if it has ended and that is known."""
+    """How it ended, as wait(2) encodes that; None if it runs, or the kernel does not tell."""
 
     @property
     def is_alive(self) -> bool:
@@ -91,13 +92,13 @@ class Reading:
 
     @property
     def exit_code(self) -> int | None:
-        """If it has ended by itself, and that is known."""
+        """None if it runs, was killed by a signal, or the kernel does not tell."""
         ended = self.status is not None and os.WIFEXITED(self.status)
         return os.WEXITSTATUS(self.status or 0) if ended else None
 
     @property
     def was_asked_to_end(self) -> bool:
-        """Whether it ended for what reaches all ranks: a signal from torchrun, or its end."""
+        """Whether it ended for what reaches all ranks: a signal of torchrun, or torchrun's end."""
         killed = self.status is not None and os.WIFSIGNALED(self.status)
         by_signal = killed and os.WTERMSIG(self.status or 0) in FROM_TORCHRUN
         codes = [Orphaned.exit_code, *(128 + number for number in FROM_TORCHRUN)]
@@ -105,7 +106,7 @@ class Reading:
 
     @property
     def ended(self) -> str:
-        """How it ended, in words."""
+        """How it ended, in words. For one that is not alive."""
         if self.status is None:
             return "its process is gone"
         if os.WIFEXITED(self.status):
@@ -127,7 +128,7 @@ class Reading:
 
 
 class Peer:
-    """A process, held from when it is certainly alive."""
+    """A process that is watched. To be made while it is certainly alive."""
 
     def __init__(self, identity: Identity) -> None:
         self.pid = identity.pid
@@ -143,14 +144,11 @@ class Peer:
 
     @property
     def handle(self) -> int | None:
-        """Becomes readable when the process ends; None where the system has no such thing."""
+        """Becomes readable when the process ends; None if it had ended, or before Linux 5.3."""
         return self._handle
 
     def read(self) -> Reading:
-        """What can be seen of it now. Does not block.
-
-        A zombie has ended; a process with its pid that started later is not it.
-        """
+        """What can be seen of it now. Does not block. Never of a later process with its pid."""
         process = self._process
         try:
             if process is None or not process.is_running():
@@ -175,14 +173,14 @@ class Peer:
             with suppress(psutil.Error):
                 self._process.send_signal(SHOW_STACKS)
 
-    def go_on(self) -> None:
-        """If it is stopped."""
+    def resume(self) -> None:
+        """Have it go on, if it is stopped."""
         if self._process is not None:
             with suppress(psutil.Error):
                 self._process.send_signal(signal.SIGCONT)
 
     def _ended(self, state: str) -> Reading:
-        """Only a zombie's pid is still its own."""
+        """How, if that is known: by its pid only of a zombie, as another may have got it since."""
         status = _status_of_zombie(self.pid) if state == ZOMBIE else None
         if status is None and self._handle is not None:
             status = _status_by_handle(self._handle)
@@ -192,17 +190,16 @@ class Peer:
 _STATE, _STARTTIME, _EXIT_CODE = 0, 19, 49
 
 
-def _stat(pid: int) -> list[str]:
-    """From the third field on, see proc_pid_stat(5); empty where there is no such thing."""
+def _stat(pid: int, proc: Path = PROC) -> list[str]:
+    """The fields from the third on, see proc_pid_stat(5); empty if they cannot be read."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()
+        return (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:
         return []
 
 
 def _status_of_zombie(pid: int) -> int | None:
-    """Until its parent has taken it."""
+    """Known until its parent has waited for it."""
     fields = _stat(pid)
     return int(fields[_EXIT_CODE]) if fields and fields[_STATE] == "Z" else None
 
@@ -213,7 +210,7 @@ _PIDFD_INFO_EXIT = 8
 
 
 def _status_by_handle(handle: int) -> int | None:
-    """Also after its parent has taken it, from Linux 6.15 on. See linux/pidfd.h."""
+    """Known also after its parent has waited for it, from Linux 6.15 on. See linux/pidfd.h."""
     if sys.platform != "linux":
         return None
     buffer = bytearray(struct.pack(_PIDFD_INFO, _PIDFD_INFO_EXIT, *[0] * 13))
@@ -227,19 +224,20 @@ def _status_by_handle(handle: int) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """What was seen of one; a process may have ended since."""
+    """One line of the list of all processes; it may have ended since."""
 
     pid: int
     parent: int
-    """Its pid; 0 if that is not of this container."""
+    """The pid of its parent; 0 if that is outside this container."""
     command: tuple[str, ...]
-    """Empty if it is none of our business, or if the process has ended and was not waited for."""
+    """Empty if it may not be read, or if the process is a zombie."""
     age_s: float
     is_own: bool
     """Whether it belongs to this user."""
 
 
 def list_processes() -> list[Process]:
+    """All processes of this host that this one can see."""
     now = time.time()
     names = ["pid", "ppid", "cmdline", "create_time", "uids"]
     return [

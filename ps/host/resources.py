@@ -1,4 +1,4 @@
-"""What this machine offers: usable cores, the thread budget, and the C library's allocator."""
+"""What this machine offers to this process: cores, threads for each pass, and memory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,16 @@ from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
-SPIN_COUNT = "100000"
+MEMINFO = Path("/proc/meminfo")
+STATUS = Path("/proc/self/status")
+SPIN_COUNT = 100_000
 
 
 def usable_cores(cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> int:
-    """Cores this process may use: its affinity and its cgroup's quota, not the host's count."""
+    """Cores that this process may use: those of its affinity, or fewer by its cgroup's quota.
+
+    At least 1; a quota is rounded up to whole cores.
+    """
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:
@@ -27,7 +32,7 @@ def usable_cores(cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> int:
 
 
 def _cgroups(controller: str, cgroup: Path, membership: Path) -> list[Path]:
-    """The folders of this process's cgroups of either version, and of those around them."""
+    """The folders of this process's cgroups, of version 1 and 2, and of those they are in."""
     places = [(cgroup, "/"), (cgroup / controller, "/")]
     with suppress(OSError):
         for line in membership.read_text().splitlines():
@@ -36,12 +41,12 @@ def _cgroups(controller: str, cgroup: Path, membership: Path) -> list[Path]:
                 places += [(cgroup, path), (cgroup / "unified", path)]
             elif controller in controllers.split(","):
                 places.append((cgroup / controller, path))
-    found: dict[Path, None] = {}
+    folders: dict[Path, None] = {}
     for mount, path in places:
         own = mount / path.lstrip("/")
         around = [folder for folder in own.parents if folder.is_relative_to(mount)]
-        found |= dict.fromkeys([own, *around])
-    return [folder for folder in found if folder.is_dir()]
+        folders |= dict.fromkeys([own, *around])
+    return [folder for folder in folders if folder.is_dir()]
 
 
 def _quota_cores(folder: Path) -> float | None:
@@ -61,12 +66,15 @@ def _quota_cores(folder: Path) -> float | None:
 
 def available_memory_bytes(
     cgroup: Path = CGROUP,
-    meminfo: Path = Path("/proc/meminfo"),
+    meminfo: Path = MEMINFO,
     membership: Path = MEMBERSHIP,
 ) -> int:
-    """Memory that can still be taken: what the host has left, or this cgroup if that is less.
+    """Bytes that can still be taken: what the host has left, or this cgroup if that is less.
 
-    File cache does not count as taken: it gives way.
+    What the file cache holds counts as free.
+
+    Raises:
+        OSError: the memory of the host cannot be read, as outside Linux.
     """
     available = [_host_available_bytes(meminfo)]
     for folder in _cgroups("memory", cgroup, membership):
@@ -83,39 +91,42 @@ def available_memory_bytes(
     return max(0, min(available))
 
 
-def shared_memory_bytes(status: Path = Path("/proc/self/status")) -> int:
-    """Of this process, resident: the server's is what all ranks of a job share. Linux only."""
+def shared_memory_bytes(status: Path = STATUS) -> int:
+    """Resident memory of this process that others may share; 0 outside Linux.
+
+    That of the server is what all ranks of a job share.
+    """
     try:
-        found = re.search(r"^RssShmem:\s+(\d+) kB$", status.read_text(), re.M)
+        match = re.search(r"^RssShmem:\s+(\d+) kB$", status.read_text(), re.M)
     except OSError:
         return 0
-    return int(found[1]) * 1024 if found else 0
+    return int(match[1]) * 1024 if match else 0
 
 
 def _cached_bytes(stat: Path) -> int:
     try:
-        found = re.search(r"^inactive_file (\d+)$", stat.read_text(), re.M)
+        match = re.search(r"^inactive_file (\d+)$", stat.read_text(), re.M)
     except OSError:
         return 0
-    return int(found[1]) if found else 0
+    return int(match[1]) if match else 0
 
 
 def _host_available_bytes(meminfo: Path) -> int:
-    found = re.search(r"^MemAvailable: +(\d+) kB$", meminfo.read_text(), re.M)
-    return int(found[1]) * 1024 if found else sys.maxsize
+    match = re.search(r"^MemAvailable: +(\d+) kB$", meminfo.read_text(), re.M)
+    return int(match[1]) * 1024 if match else sys.maxsize
 
 
 def threads_per_pass(cores: int, num_trainers: int) -> int:
-    """Threads for one forward or backward when each trainer may have one running."""
+    """Threads for one pass, forward or backward, where each trainer may have one running."""
     return max(1, cores // num_trainers)
 
 
-def limit_spinning(environ: MutableMapping[str, str]) -> None:
+def limit_spinning(environ: MutableMapping[str, str], spin_count: int = SPIN_COUNT) -> None:
     """Have OpenMP's threads sleep soon when they wait for each other. Before torch is loaded.
 
     GNU's default spins for so long that one busy neighbour on the cores costs nine tenths of
-    the rate; this bound was found by experiment and costs nothing on a quiet machine. What the
+    the rate. The count was found by experiment and costs nothing on a quiet machine. What the
     user has set wins.
     """
     if "OMP_WAIT_POLICY" not in environ:
-        environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+        environ.setdefault("GOMP_SPINCOUNT", str(spin_count))

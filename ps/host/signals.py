@@ -45,12 +45,9 @@ class Signals:
 
         In a process that is forked from this one signals do what they do by default.
         """
-        self.came: Interrupted | None = None
-        """The first request to end; later ones change nothing."""
-        self.deadline: Deadline | None = None
-        """Starts with the first request. Every limit of time after it is taken from this one."""
         self.handle, self._writer = os.pipe()
-        """Becomes readable when a signal is handed over."""
+        """Becomes readable when a signal comes, also while the main thread is inside C++."""
+        self._requests: list[tuple[Interrupted, Deadline]] = []  # appended to by any thread
         self._end_timeout_s = end_timeout_s
         self._leave = leave
         self._phase = Phase.END_AT_ONCE
@@ -60,6 +57,16 @@ class Signals:
             os.set_blocking(handle, False)
         restore_defaults()
         os.register_at_fork(after_in_child=restore_defaults)
+
+    @property
+    def came(self) -> Interrupted | None:
+        """The first request to end; later ones change nothing."""
+        return self._requests[0][0] if self._requests else None
+
+    @property
+    def deadline(self) -> Deadline | None:
+        """Starts with the first request. Every limit of time after it is taken from this one."""
+        return self._requests[0][1] if self._requests else None
 
     def enter(self, phase: Phase, clean_up: Callable[[], None] = lambda: None) -> None:
         """From now on a request to end does what the phase says, and so does one that came before.
@@ -76,11 +83,12 @@ class Signals:
             restore_defaults()
         else:
             # Before the handlers are set, so that no signal gets lost.
-            writer = self._writer if phase is Phase.HANDED_OVER else -1
-            signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+            signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
             _set(self._take)
         if phase is Phase.HANDED_OVER:
-            signal.signal(SHOW_STACKS, signal.SIG_IGN)  # it would end a process that cannot yet
+            signal.signal(
+                SHOW_STACKS, signal.SIG_IGN
+            )  # would end a process that cannot show them yet
         if self.came is not None:
             self._act(self.came)
 
@@ -109,16 +117,17 @@ class Signals:
             self._act(came)
 
     def read(self) -> Interrupted | None:
-        """The first request to end, once a signal was handed over. Does not block. Any thread.
+        """Note what has come, so that its deadline starts. Does not block. Any thread.
 
-        The handle also becomes readable by signals that are no request, for which somebody has
-        set a handler.
+        Returns the first request to end if it was handed over, so that the caller is to end this
+        process. The handle also becomes readable by signals that are no request, for which
+        somebody has set a handler.
         """
         with suppress(BlockingIOError):
             for number in os.read(self.handle, 64):
                 if number in FROM_TORCHRUN:
                     self._record(_interrupted_by(number))
-        return self.came
+        return self.came if self._phase is Phase.HANDED_OVER else None
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         """The handler, which runs in the main thread."""
@@ -126,10 +135,8 @@ class Signals:
             self._act(self._record(_interrupted_by(number)))
 
     def _record(self, request: Interrupted) -> Interrupted:
-        if self.came is None:
-            self.deadline = Deadline.after(self._end_timeout_s)
-            self.came = request
-        return self.came
+        self._requests.append((request, Deadline.after(self._end_timeout_s)))
+        return self._requests[0][0]
 
     def _act(self, came: Interrupted) -> None:
         if self._phase is Phase.INTERRUPT and not self._was_raised:
@@ -141,6 +148,7 @@ class Signals:
             self._end(came)
 
     def _end(self, came: Interrupted) -> None:
+        self._phase = Phase.FINISHING
         try:
             self._clean_up()
         except Exception as error:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 Answer = TypeVar("Answer")
+ASK_INTERVAL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +32,14 @@ class Deadline:
         return time.monotonic() >= self.at
 
 
-def call_with_timeout(timeout_s: float, call: Callable[[], Answer], thread_name: str) -> Answer:
+def call_with_timeout(
+    timeout_s: float | Callable[[], float], call: Callable[[], Answer], thread_name: str
+) -> Answer:
     """Return or raise what the call does, made in a daemon thread of that name.
 
     For calls that have no timeout of their own, or that let no signal through. Blocks for
-    timeout_s at most. The thread of a call that takes longer stays behind.
+    timeout_s at most; a function is asked again and again how many seconds are left, which may
+    become less. The thread of a call that takes longer stays behind.
 
     Raises:
         TimeoutError: the call takes longer than timeout_s.
@@ -50,10 +54,15 @@ def call_with_timeout(timeout_s: float, call: Callable[[], Answer], thread_name:
             errors.append(error)
 
     thread = threading.Thread(target=run, name=thread_name, daemon=True)
+    start = time.monotonic()
     thread.start()
-    thread.join(timeout_s)
+    if callable(timeout_s):
+        while thread.is_alive() and (left_s := timeout_s()) > 0:
+            thread.join(min(left_s, ASK_INTERVAL_S))
+    else:
+        thread.join(timeout_s)
     if errors:
         raise errors[0]
     if not answers:
-        raise TimeoutError(f"no answer within {timeout_s:g} s")
+        raise TimeoutError(f"no answer within {time.monotonic() - start:.3g} s")
     return answers[0]

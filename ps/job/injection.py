@@ -74,23 +74,38 @@ class Injection:
 
         return replace(workload, loss=loss)
 
-    def worker(self, worker: Worker) -> Worker:
+    def worker(
+        self,
+        worker: Worker,
+        *,
+        monotonic: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> Worker:
         """One to which the faults happen."""
         slow = max((f.amount for f in self._faults if f.kind == "slow"), default=1.0)
-        return _Faulty(worker, self.at_update, slow)
+        return _Faulty(worker, self.at_update, slow, monotonic, sleep)
 
 
 class _Faulty:
-    def __init__(self, worker: Worker, at_update: Callable[[int], None], slow: float) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        at_update: Callable[[int], None],
+        slow: float,
+        monotonic: Callable[[], float],
+        sleep: Callable[[float], None],
+    ) -> None:
         self._worker = worker
         self._at_update = at_update
         self._slow = slow
+        self._monotonic = monotonic
+        self._sleep = sleep
 
     def do(self, assignment: Assignment) -> Result:
         self._at_update(assignment.weights.version)
-        start = time.monotonic()
+        start = self._monotonic()
         result = self._worker.do(assignment)
-        time.sleep((self._slow - 1) * (time.monotonic() - start))
+        self._sleep((self._slow - 1) * (self._monotonic() - start))
         return result
 
 

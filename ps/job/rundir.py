@@ -19,6 +19,7 @@ from ps.host.files import (
     make_directories,
     remove_empty,
     remove_partials,
+    replacing,
     try_lock,
     write_file,
 )
@@ -34,20 +35,19 @@ REPORT = "report.json"
 
 
 class RunDirectory:
-    """A directory that this process alone writes to."""
+    """A folder that only this process, and ranks that report for it, write to."""
 
     def __init__(self, path: Path, created: Sequence[Path], lock: int | None = None) -> None:
-        """created are the folders that exist only for this run, innermost first. lock is a
-        handle, which is held as long as this object."""
+        """created are the folders made for this run alone, innermost first; lock is a handle."""
         self.path = path
         self._created = created
         self._lock = lock
 
     @classmethod
     def create(cls, path: Path, error_file: str | None) -> RunDirectory:
-        """Make it; a new one is private to this user.
+        """Make the folder, or use an empty one; a new one is private to this user.
 
-        error_file tells which entry that is already there is torchrun's own log of this run.
+        error_file is torchrun's file for this rank: its log of this run may lie in the folder.
 
         Raises:
             ConfigError: it is not empty, is no directory, or cannot be written.
@@ -69,7 +69,7 @@ class RunDirectory:
 
     @classmethod
     def reopen(cls, path: Path) -> RunDirectory:
-        """Go on in that of an earlier run, or of an earlier attempt of this one.
+        """Go on in the folder of an earlier run, or of an earlier attempt of this one.
 
         Raises:
             ConfigError: it cannot be written, or another run is still writing to it.
@@ -81,20 +81,24 @@ class RunDirectory:
         return cls(path, (), _own(path))
 
     def discard(self) -> None:
-        """Take back what create() made: the run never started."""
+        """Remove what create() made: the run never started."""
         remove_empty(self._created)
+
+    def close(self) -> None:
+        """Allow another run to write there. The end of this process does so too."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def publish(self) -> None:
         """Point runs/latest here, if this is one of runs/."""
         parent = self.path.absolute().parent
         if parent != PARENT.absolute():
             return
-        link = parent / f".{LATEST}-{secrets.token_hex(3)}"
         try:
-            link.symlink_to(self.path.name)
-            os.replace(link, parent / LATEST)
+            with replacing(parent / LATEST) as link:
+                link.symlink_to(self.path.name)
         except OSError as error:
-            link.unlink(missing_ok=True)
             log.warning("%s does not point to this run: %s", PARENT / LATEST, error.strerror)
 
     def write_options(self, options: Mapping[str, object], job: str | None) -> None:
@@ -102,12 +106,12 @@ class RunDirectory:
         write(self.path, OPTIONS, {"job": job, "options": options})
 
     def write_report(self, report: Mapping[str, object]) -> Path:
-        """Write report.json; a reader finds the old one or the new one, never half."""
+        """Write report.json, whatever it says by now; see ps.job.report for one that asks."""
         return write(self.path, REPORT, report)
 
 
 def write(run_dir: Path, name: str, content: Mapping[str, object]) -> Path:
-    """Write a JSON file there, whole or not at all.
+    """Write a JSON file there in one step. Blocks until it is on the disk.
 
     Raises:
         OSError: it could not be written.
@@ -119,7 +123,7 @@ def write(run_dir: Path, name: str, content: Mapping[str, object]) -> Path:
 
 
 def to_json(content: Mapping[str, object]) -> bytes:
-    """As it stands in the files of a run directory.
+    """What is written to the files of a run directory.
 
     Raises:
         ValueError: it holds a number that is not finite.
@@ -150,8 +154,7 @@ def generated(job: str | None, *, again: bool = False) -> Path:
 
 
 def checkpoints_in(run_dir: Path) -> list[Path]:
-    """All that are there, oldest first; what is in them was not looked at. None if it cannot be
-    known."""
+    """The files that are there, oldest first, unread. Empty if the folder cannot be listed."""
     try:
         return list_checkpoints(run_dir)
     except OSError:
@@ -162,7 +165,7 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
     """As checkpoints_in().
 
     Raises:
-        OSError: the folder cannot be listed.
+        OSError: the folder cannot be listed, or is not there.
     """
     folder = run_dir / CHECKPOINTS
     names = filter(CHECKPOINT_NAME.fullmatch, os.listdir(folder))
@@ -186,10 +189,9 @@ def options_of(run_dir: Path) -> dict[str, Any]:
     """
     path = run_dir / OPTIONS
     try:
-        options = json.loads(path.read_text())["options"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is damaged"
-        raise CheckpointUnusable(f"{path} cannot be read: {reason}") from None
+        options = from_json(path.read_bytes()).get("options")
+    except OSError as error:
+        raise CheckpointUnusable(f"{path} cannot be read: {error.strerror}") from None
     if not isinstance(options, dict):
         raise CheckpointUnusable(f"{path} cannot be read: it is damaged")
     return options
@@ -202,12 +204,12 @@ def job_of(run_dir: Path) -> str | None:
 
 
 def is_begun(run_dir: Path) -> bool:
-    """Whether a run has begun there, and has not done all that it was to do."""
+    """Whether a run has begun there and is not done."""
     return (run_dir / OPTIONS).exists() and not is_done(run_dir)
 
 
 def is_done(run_dir: Path) -> bool:
-    """Whether its report says that it has done all that it was to do."""
+    """Whether its report says that it has trained to the end."""
     return report_of(run_dir).get("status") == "done"
 
 
@@ -229,7 +231,7 @@ def is_final(exit_code: int) -> bool:
 
 
 def refuse_if_final(error_file: str | None, exit_code: int) -> None:
-    """Leave it in torchrun's log of this job that no further attempt makes sense, if none does.
+    """Note in torchrun's log of this job that no further attempt makes sense, if none does.
 
     For rank 0, which alone knows how the job ends.
     """
@@ -239,7 +241,7 @@ def refuse_if_final(error_file: str | None, exit_code: int) -> None:
 
 
 def refused(error_file: str | None) -> int | None:
-    """The exit code of an earlier attempt that refused."""
+    """The exit code of an earlier attempt after which no further one makes sense."""
     if error_file is None:
         return None
     try:
@@ -249,7 +251,7 @@ def refused(error_file: str | None) -> int | None:
 
 
 def _refusal(error_file: str) -> Path:
-    """Beside the folders of the attempts, of which each has one for each rank."""
+    """Beside the folders of the attempts, each of which has one for each rank."""
     return Path(error_file).absolute().parents[2] / "refused"
 
 
@@ -264,7 +266,7 @@ def _unusable(option: str, path: Path, error: OSError) -> ConfigError:
 
 
 def _own(path: Path) -> int:
-    """Be the one process that writes there, until it ends; what killed ones left goes.
+    """Lock the folder for this process until it ends, and remove what killed ones left there.
 
     The lock is on the folder itself, so that no file is left.
     """
@@ -281,7 +283,7 @@ def _own(path: Path) -> int:
 
 
 def _forget(handle: int, locked: os.stat_result) -> None:
-    """A process that this one forks shares the lock, and may live on."""
+    """In a forked process, which would share the lock and may outlive this one."""
     with suppress(OSError):
         if os.path.samestat(os.fstat(handle), locked):
             os.close(handle)

@@ -7,12 +7,12 @@ import math
 import os
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ps.host import libc, resources
-from ps.host.looks import ServerSide
+from ps.host.monitors import JobMonitor
 from ps.host.processes import Identity
 from ps.host.signals import Phase, Signals
 from ps.host.watch import Watch, leave
@@ -35,9 +35,17 @@ from ps.settings.errors import Orphaned, is_explained
 from ps.settings.log import log
 from ps.settings.topology import Topology
 
-TICK_S = 1.0
-GOODBYE_TIMEOUT_S = 5.0
-ORPHAN_TIMEOUT_S = 4.0
+
+@dataclass(frozen=True, slots=True)
+class Intervals:
+    """In seconds."""
+
+    tick_s: float = 1.0
+    """Between two calls of ParameterServer.tick(), or less with a short --rpc-timeout."""
+    goodbye_s: float = 5.0
+    """For the trainers to leave after a failure, and for torchrun to see which rank has failed."""
+    orphan_lock_s: float = 4.0
+    """For the server's lock to be given back once torchrun is gone."""
 
 
 def run_server(topology: Topology, prepared: Prepared, signals: Signals, watch: Watch) -> int:
@@ -58,7 +66,14 @@ def run_server(topology: Topology, prepared: Prepared, signals: Signals, watch: 
 
 class ServerProcess:
     def __init__(
-        self, topology: Topology, prepared: Prepared, signals: Signals, watch: Watch
+        self,
+        topology: Topology,
+        prepared: Prepared,
+        signals: Signals,
+        watch: Watch,
+        *,
+        intervals: Intervals = Intervals(),
+        leave: Callable[[int], object] = leave,
     ) -> None:
         """Builds every part, in the order in which they need each other. Blocks.
 
@@ -68,6 +83,7 @@ class ServerProcess:
         config, run_dir = prepared.config, prepared.run_dir.path
         self._topology, self._config = topology, config
         self._signals, self._watch = signals, watch
+        self._intervals, self._leave = intervals, leave
         self._rendezvous = Rendezvous(topology, config.start_timeout, signals.check)
         self._rendezvous.extend(prepared.ready_timeout_s)
         self._shelf = None if topology.is_alone or not channel.is_supported() else Shelf()
@@ -89,7 +105,7 @@ class ServerProcess:
         self._ending = Ending(
             topology, prepared, self._basis, self._server, checkpointer, self._end.name, signals
         )
-        self._monitor: ServerSide | None = None
+        self._monitor: JobMonitor | None = None
 
     def run(self) -> int:
         """Returns the exit code."""
@@ -106,7 +122,7 @@ class ServerProcess:
         outcome = self._ending.finish(self._facts)
         # Now, as torchrun may end this rank before its exit code is seen.
         rundir.refuse_if_final(self._topology.error_file, outcome.exit_code)
-        if self._server.all_left:
+        if self._server.all_left and self._signals.came is None:  # else others may not be there
             self._end.close()
         if outcome.rank_ends:
             self._await_stop()
@@ -135,10 +151,10 @@ class ServerProcess:
         }
         return json.dumps(announced)
 
-    def _watch_ranks(self) -> ServerSide:
+    def _watch_ranks(self) -> JobMonitor:
         """All ranks have arrived: from now on the server looks at them."""
         peers = {rank: peer_of(self._rendezvous, rank) for rank in self._topology.ranks}
-        self._monitor = ServerSide(
+        self._monitor = JobMonitor(
             self._server,
             peers,
             self._topology.rank,
@@ -161,16 +177,16 @@ class ServerProcess:
         ).start()
 
     def _wait_until_ended(self) -> None:
-        """After a failure the others get GOODBYE_TIMEOUT_S to leave."""
+        """After a failure the others get some time to leave."""
         goodbye_since: float | None = None
         limit_s = self._config.rpc_timeout_s or math.inf
-        while not self._server.ended.wait(min(TICK_S, limit_s / 4)):
+        while not self._server.ended.wait(min(self._intervals.tick_s, limit_s / 4)):
             self._signals.check()
             self._server.tick(max_wait_s=limit_s / 2)
             if self._server.outcome is None:
                 continue
             goodbye_since = goodbye_since or time.monotonic()
-            if time.monotonic() - goodbye_since > GOODBYE_TIMEOUT_S:
+            if time.monotonic() - goodbye_since > self._intervals.goodbye_s:
                 return
 
     def _stop_for(self, error: BaseException) -> None:
@@ -187,9 +203,10 @@ class ServerProcess:
         """Save and end, not in the main thread, which may be in a long step."""
         outcome = Outcome("failed", Orphaned.exit_code, str(Orphaned()))
         trainers = self._topology.trainers
-        self._ending.stop(outcome, abandoned=trainers, timeout_s=ORPHAN_TIMEOUT_S)
+        timeout_s = self._intervals.orphan_lock_s
+        self._ending.stop(outcome, abandoned=trainers, timeout_s=timeout_s)
         self._ending.finish(self._facts)
-        leave(Orphaned.exit_code)
+        self._leave(Orphaned.exit_code)
 
     def _facts(self, rank: int) -> Mapping[str, Any]:
         """What was seen last of a rank's process."""
@@ -200,7 +217,7 @@ class ServerProcess:
         if self._signals.came is not None:  # torchrun has seen it end, and waits for this rank
             return
         self._signals.enter(Phase.END_AT_ONCE)
-        time.sleep(GOODBYE_TIMEOUT_S)
+        time.sleep(self._intervals.goodbye_s)
 
 
 class _AfterUpdate:

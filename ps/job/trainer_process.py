@@ -14,7 +14,7 @@ import torch
 
 from ps.host import libc, stacks
 from ps.host.health import Finding
-from ps.host.looks import TrainerSide
+from ps.host.monitors import ServerMonitor
 from ps.host.processes import Identity, Peer
 from ps.host.stacks import stacks_path
 from ps.host.watch import GIL_GRACE_S, HOLD_S, Watch
@@ -55,9 +55,9 @@ def run_trainer(topology: Topology, config: Config, watch: Watch) -> int:
     parts = TrainerParts(config, workload, Injection(config.faults, topology))
     open_stacks(watch, run_dir, topology.rank, config)
     rendezvous.barrier(Identity.of(os.getpid()).to_json(), config.start_timeout)
-    side = _watch_server(topology, config, run_dir, rendezvous, watch)
+    monitor = _watch_server(topology, config, run_dir, rendezvous, watch)
     server = connect(announced["invitation"], rendezvous, config)
-    return work(topology, server, parts, at_end=side.expect_end)
+    return work(topology, server, parts, at_end=monitor.expect_end)
 
 
 def work(
@@ -96,7 +96,7 @@ def work(
 
 def _watch_server(
     topology: Topology, config: Config, run_dir: Path, rendezvous: Rendezvous, watch: Watch
-) -> TrainerSide:
+) -> ServerMonitor:
     """Leave when the server has ended without saying so, or stalls."""
     server, me = (peer_of(rendezvous, rank) for rank in (SERVER_RANK, topology.rank))
 
@@ -107,10 +107,9 @@ def _watch_server(
             log.error("%s", finding.cause)
         # A server that has ended by itself is the root cause; torchrun stops this rank soon,
         # unless it saw nothing wrong.
-        holds = finding.is_gone and not finding.is_quiet
-        watch.end_later(finding.exit_code, HOLD_S if holds else 0.0)
+        watch.end_later(finding.exit_code, HOLD_S if finding.is_seen_by_torchrun else 0.0)
 
-    side = TrainerSide(
+    monitor = ServerMonitor(
         server,
         me,
         topology.rank,
@@ -118,8 +117,8 @@ def _watch_server(
         stall_timeout_s=config.stall_timeout_s,
         memory_limit_bytes=config.memory_limit_bytes,
     )
-    watch.look_with(side.look, [server])
-    return side
+    watch.look_with(monitor.look, [server])
+    return monitor
 
 
 def peer_of(rendezvous: Rendezvous, rank: int) -> Peer:

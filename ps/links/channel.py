@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from multiprocessing.reduction import recv_handle, send_handle  # noqa: TID251
 from typing import Any
 
+from ps.host.sockets import user_of
 from ps.links.memory import Memory
 from ps.model.packing import decode, encode
 from ps.settings.errors import LaunchError
@@ -124,7 +125,7 @@ class Listener:
                 accepted, _ = self._listener.accept()
             except OSError:  # closed
                 return
-            if _user_of(accepted) != self._user:
+            if user_of(accepted) != self._user:
                 accepted.close()
                 continue
             connection = Connection(accepted.detach())
@@ -167,7 +168,7 @@ def connect(address: Address, timeout_s: float, user: int | None = None) -> Chan
     try:
         with caller:
             caller.connect(f"\0{address.name}")
-            if _user_of(caller) != (os.getuid() if user is None else user):
+            if user_of(caller) != (os.getuid() if user is None else user):
                 raise AuthenticationError("another user answers there")
         answer_challenge(connection, bytes.fromhex(address.key))
         deliver_challenge(connection, bytes.fromhex(address.key))
@@ -178,9 +179,3 @@ def connect(address: Address, timeout_s: float, user: int | None = None) -> Chan
             reason = f"it gave no answer in {timeout_s:.0f} s (--start-timeout)"
         raise LaunchError(f"no connection to rank 0: {reason}") from None
     return channel
-
-
-def _user_of(peer: socket.socket) -> int:
-    """Of the process at the other end of a Unix socket."""
-    _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return int(user)

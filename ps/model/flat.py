@@ -92,8 +92,9 @@ class FlatModel:
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._frozen = [parameter for parameter in parameters if not parameter.requires_grad]
         self._slots = _buffer_slots(module)
+        self._buffers = [_value(slot) for slot in self._slots]
         self.trained = Layout(self.parameters)
-        self.buffers = Layout([_value(slot) for slot in self._slots], self.trained.stop)
+        self.buffers = Layout(self._buffers, self.trained.stop)
         frozen = Layout(self._frozen, self.buffers.stop)
         self.moving_bytes = self.buffers.stop
         """Length of the buffer's first part, which holds all that changes during training."""

@@ -32,7 +32,8 @@ class _Pickler(pickle.Pickler):
         if type(value) is not Tensor:
             return NotImplemented
         plain = value.detach().resolve_conj().resolve_neg().contiguous()
-        flat = plain.view(-1).view(torch.uint8)
+        # A single element may count as contiguous whatever its stride; view(uint8) needs 1.
+        flat = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
         return _tensor, (bytearray(flat.numpy()), value.dtype, tuple(value.shape))
 
 

@@ -18,7 +18,7 @@ from ps.server.roll import Outcome, Roll
 from ps.server.training import Line, Training, facts_of
 from ps.settings.errors import PeerLost, TrainingFailed
 from ps.settings.log import log
-from ps.settings.topology import SERVER_RANK
+from ps.settings.topology import SERVER_RANK, role_of
 
 Answer = tuple[Future[Reply], Reply]
 
@@ -117,8 +117,9 @@ class ParameterServer:
 
     def fail(self, trainer: int, cause: str, exit_code: int) -> None:
         """See protocol.Calls. The others are told to leave when they ask for their next order."""
-        cause = f"trainer rank {trainer}: {cause}"
-        self._depart(trainer, Outcome("failed", exit_code, cause, trainer, rank_ends=True))
+        cause = f"{role_of(trainer)} rank {trainer}: {cause}"
+        rank_ends = trainer != SERVER_RANK  # at world size 1 it is this one
+        self._depart(trainer, Outcome("failed", exit_code, cause, trainer, rank_ends=rank_ends))
 
     def internal_error(self, cause: str, exit_code: int) -> None:
         """See protocol.Service."""
@@ -133,7 +134,7 @@ class ParameterServer:
         if not finding.exit_code:
             log.warning("%s", cause)
         elif finding.is_gone:
-            seen = not finding.is_quiet
+            seen = finding.is_seen_by_torchrun
             outcome = Outcome("failed", finding.exit_code, cause, rank, rank_ends=seen)
             if self._roll.is_present(rank):
                 self._depart(rank, outcome, is_abandoned=True)

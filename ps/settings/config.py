@@ -234,8 +234,8 @@ class Config:
     )
     rpc_timeout: float = option(
         0.0,
-        "seconds that one call to the server may take; --stall-timeout finds a server that hangs "
-        "without it, and says why it hangs",
+        "seconds that one call to the server may take, more than an order, an evaluation or a "
+        "wait for other trainers takes; without it --stall-timeout finds a server that hangs",
         group="run",
         zero="no limit",
         least=LEAST_STALL_TIMEOUT_S,
@@ -379,4 +379,5 @@ def parse_args(argv: Sequence[str], inherited: Mapping[str, Any] | None = None) 
     try:
         return Config(**values)
     except ConfigError as error:
-        raise ConfigError(f"{error} (of the run that is continued, unless typed)") from None
+        hint = "what is not typed is taken from the run that is continued"
+        raise ConfigError(f"{error} ({hint})") from None

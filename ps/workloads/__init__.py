@@ -1,5 +1,6 @@
-"""What is trained: the built-in workloads, their data, and the checks on a workload of your own.
+"""What is trained: the built-in workloads with their data, and the checks on a plug-in.
 
-Here: a data set, a net, `--workload auto`, what a plug-in must look like.
-Not here: how it is trained. Imports ps.workload, ps.host, ps.settings.
+Here: a data set, a net, the choice that `--workload auto` makes, how a plug-in is loaded and what
+it must look like.
+Not here: how it is trained. Imports ps.workload, ps.host and ps.settings.
 """

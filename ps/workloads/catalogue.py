@@ -1,34 +1,36 @@
-"""A workload by its name, and the choice that --workload auto makes. Loads torch only in load()."""
+"""A workload by its name, and the choice that --workload auto makes. Only load() loads torch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ps.settings.config import Config
 from ps.settings.errors import ConfigError
 from ps.settings.log import log
-from ps.workloads import mnist_files
+from ps.workloads.mirror import Mirror
+from ps.workloads.mnist_files import fetch_if_needed
 
 if TYPE_CHECKING:
     from ps.workload import Workload
 
-FETCH_BOUND_S = 600.0
-AUTO_FETCH_BOUND_S = 20.0
+FETCH_TIMEOUT_S = 600.0
+AUTO_FETCH_TIMEOUT_S = 20.0
 
 
-def resolve(config: Config) -> str:
-    """Get the data where it needs getting, and return the name that load() takes.
+def resolve(config: Config, *, fetch: Callable[..., None] = fetch_if_needed) -> str:
+    """Fetch the data if it is needed and missing, and return the name that load() takes.
 
-    For one process per host. Blocks for FETCH_BOUND_S at most.
+    Only one process of the host may call it. Blocks for FETCH_TIMEOUT_S at most.
 
     Raises:
-        ConfigError: the data that was asked for cannot be had.
+        ConfigError: the data that was asked for cannot be fetched.
     """
     if config.workload not in ("auto", "mnist"):
         return config.workload
-    bound_s = AUTO_FETCH_BOUND_S if config.workload == "auto" else FETCH_BOUND_S
+    timeout_s = AUTO_FETCH_TIMEOUT_S if config.workload == "auto" else FETCH_TIMEOUT_S
     try:
-        mnist_files.fetch_if_needed(config.data_dir, config.data_mirror, bound_s=bound_s)
+        fetch(config.data_dir, Mirror(config.data_mirror), timeout_s=timeout_s)
     except ConfigError as error:
         if config.workload == "mnist":
             raise
@@ -38,7 +40,7 @@ def resolve(config: Config) -> str:
 
 
 def load(name: str, config: Config) -> Workload:
-    """Make the workload, from data that is there.
+    """Make the workload, from data that is already there.
 
     Raises:
         ConfigError: the plug-in or the data is unusable.

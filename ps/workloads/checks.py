@@ -1,4 +1,4 @@
-"""How a plug-in is found, and the checks on it."""
+"""How a plug-in is loaded, and the checks on a workload before it is trained."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def load_plug_in(text: str, config: Config) -> Workload:
     """Import module:function, call it with the config and check what it returns.
 
     Raises:
-        ConfigError: it cannot be imported, raises, or returns something else than a Workload
-            with usable parts.
+        ConfigError: it cannot be imported, raises, or does not return a Workload with usable
+            parts.
     """
     module_name, _, function_name = text.partition(":")
     try:
@@ -34,27 +34,27 @@ def load_plug_in(text: str, config: Config) -> Workload:
 
 
 def check(workload: object, source: str) -> None:
-    """Refuse what cannot be trained, naming the part and what was seen.
+    """Check the types of the parts, and that sample 0 of each data set is a pair of tensors.
 
     Raises:
-        ConfigError: as said.
+        ConfigError: a part is unusable. The message starts with source, and names the part.
     """
     if not isinstance(workload, Workload):
-        raise ConfigError(f"{source} must return a ps.Workload, got {_kind(workload)}")
+        raise ConfigError(f"{source} must return a ps.Workload, got {_shown(workload)}")
     for part in ("model", "loss", "correct"):
         if not callable(getattr(workload, part)):
             raise ConfigError(
-                f"{source}: {part} must be callable, got {_kind(getattr(workload, part))}"
+                f"{source}: {part} must be callable, got {_shown(getattr(workload, part))}"
             )
     for part in ("train", "test"):
         _check_samples(getattr(workload, part), f"{source}: {part}")
 
 
 def make_model(workload: Workload, seed: int) -> nn.Module:
-    """The untrained model; its weights depend on the seed alone.
+    """The untrained model, in training mode; its weights depend on the seed alone.
 
     Raises:
-        ConfigError: it cannot be made, is no module, or has nothing to train.
+        ConfigError: it cannot be made, is no module, or has no parameter to train.
     """
     torch.manual_seed(seed)
     try:
@@ -65,7 +65,7 @@ def make_model(workload: Workload, seed: int) -> nn.Module:
         ) from error
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            f"workload {workload.name}: model() must return an nn.Module, got {_kind(model)}"
+            f"workload {workload.name}: model() must return an nn.Module, got {_shown(model)}"
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(f"workload {workload.name}: the model has no parameter to train")
@@ -73,10 +73,10 @@ def make_model(workload: Workload, seed: int) -> nn.Module:
 
 
 def refuse_without_layout(workload: Workload, model: nn.Module) -> None:
-    """For models whose tensors shall lie in one buffer.
+    """Check a model whose parameters and gradients are to be in one buffer of known size.
 
     Raises:
-        ConfigError: a layer makes sparse gradients, or does not know its sizes yet.
+        ConfigError: a layer makes sparse gradients, or does not know the size of its parameters.
     """
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.UninitializedParameter):
@@ -88,7 +88,7 @@ def refuse_without_layout(workload: Workload, model: nn.Module) -> None:
         if getattr(layer, "sparse", False) is True:
             raise ConfigError(
                 f"workload {workload.name}: {type(layer).__name__} {name} makes sparse gradients, "
-                "and --compute trainer takes dense ones alone; make it with sparse=False, or type "
+                "and --compute trainer only takes dense ones; make it with sparse=False, or type "
                 "--compute server"
             )
 
@@ -99,12 +99,13 @@ def try_out(
     input_device: torch.device,
     run: Callable[[nn.Module, Tensor], Tensor],
 ) -> None:
-    """Run a sample through model, loss and correct, so that a mistake shows before training.
+    """Run sample 0 through model, loss and correct, so that a mistake shows before training.
 
-    The model is evaluated without gradients and is in training mode afterwards.
+    run(model, inputs) gets inputs [1, ...] on input_device, and returns the outputs. The model is
+    evaluated without gradients, and is in training mode afterwards.
 
     Raises:
-        ConfigError: a part raises, or gives something else than it should.
+        ConfigError: a part raises, or returns something else than it should.
     """
     inputs, targets = fetch(workload.train, [0])
     part = "model"
@@ -132,7 +133,9 @@ def try_out(
 
 def _expect(fulfilled: bool, workload: Workload, part: str, wanted: str, got: object) -> None:
     if not fulfilled:
-        raise ConfigError(f"workload {workload.name}: {part} must give {wanted}, got {_kind(got)}")
+        raise ConfigError(
+            f"workload {workload.name}: {part} must return {wanted}, got {_shown(got)}"
+        )
 
 
 def _shape(tensor: Tensor) -> str:
@@ -143,7 +146,7 @@ def _check_samples(samples: Any, source: str) -> None:
     try:
         length = len(samples)
     except TypeError:
-        raise ConfigError(f"{source} must be a map-style data set, got {_kind(samples)}") from None
+        raise ConfigError(f"{source} must be a map-style data set, got {_shown(samples)}") from None
     if length < 1:
         raise ConfigError(f"{source} must hold at least one sample, got none")
     try:
@@ -153,9 +156,9 @@ def _check_samples(samples: Any, source: str) -> None:
             f"{source}: sample 0 gives no (input, target) pair: {type(error).__name__}: {error}"
         ) from error
     if not isinstance(inputs, Tensor) or not isinstance(targets, Tensor):
-        got = f"{_kind(inputs)} and {_kind(targets)}"
+        got = f"{_shown(inputs)} and {_shown(targets)}"
         raise ConfigError(f"{source}: sample 0 must be a pair of tensors, got {got}")
 
 
-def _kind(value: object) -> str:
+def _shown(value: object) -> str:
     return f"{type(value).__name__} {' '.join(repr(value).split())}"[:80]

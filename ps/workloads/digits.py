@@ -1,7 +1,7 @@
 """Workload `digits`: generated, deterministic, shaped like MNIST, needs no network.
 
-Each image is a glyph of a small font under a random affine map, with random contrast, noise
-and a stray stroke: a linear model stays far below what the convolutional net reaches.
+Each image is a glyph of a small font under a random affine map, with random contrast, noise and
+a stray stroke: a linear model stays far below the accuracy of the convolutional net.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _GLYPHS = (
 
 
 def build(config: Config) -> Workload:
-    """The workload; nothing of the config matters to it."""
+    """The workload; it does not depend on the config."""
     images, classes = once_per_host("digits", lambda: generate(NUM_TRAIN + NUM_TEST, SEED))
     mean, std = 0.25, 0.25
     train = Images(images[:NUM_TRAIN], classes[:NUM_TRAIN], mean=mean, std=std)
@@ -48,7 +48,7 @@ def build(config: Config) -> Workload:
 
 
 def generate(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """uint8 images [count, 28, 28] and uint8 classes [count], each class equally often."""
+    """uint8 images [count, 28, 28] and uint8 classes [count]; each class comes equally often."""
     generator = torch.Generator().manual_seed(seed)
     classes = torch.arange(count) % 10
     classes = classes[torch.randperm(count, generator=generator)]
@@ -74,7 +74,7 @@ def _canvases() -> Tensor:
 
 
 def _maps(uniform: _Uniform) -> Tensor:
-    """Affine maps [count, 2, 3] from output to input: rotate, shear, scale, move."""
+    """Affine maps, float32 [count, 2, 3], from output to input: rotate, shear, scale, move."""
     angle, shear = uniform(-0.25, 0.25), uniform(-0.15, 0.15)
     width, height = 1 / uniform(0.85, 1.1), 1 / uniform(0.85, 1.1)
     cos, sin = angle.cos(), angle.sin()

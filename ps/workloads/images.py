@@ -30,7 +30,7 @@ class Images:
         return inputs[0], targets[0]
 
     def batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """float32 [len(indices), 1, 28, 28] and int64 [len(indices)]."""
+        """Inputs, float32 [n, 1, 28, 28], and targets, int64 [n], of n indices."""
         if isinstance(indices, array) and indices.typecode == "q":
             chosen = torch.frombuffer(indices, dtype=torch.int64)
         else:
@@ -43,8 +43,8 @@ class Images:
 def conv_net() -> nn.Sequential:
     """The net of PyTorch's RPC parameter-server tutorial.
 
-    nn.Dropout, not Dropout2d, on the flat layer; and a Sequential, so that it can be divided
-    over two GPUs. Maps float32 [n, 1, 28, 28] to log-probabilities [n, 10].
+    With nn.Dropout, not Dropout2d, on the flat layer, and as a Sequential, so that it can be
+    divided over two GPUs. Maps float32 [n, 1, 28, 28] to log-probabilities, float32 [n, 10].
     """
     return nn.Sequential(
         OrderedDict(
@@ -64,10 +64,12 @@ def conv_net() -> nn.Sequential:
 
 
 def correct(outputs: Tensor, targets: Tensor) -> int:
+    """How many rows of outputs [n, classes], of any dtype, are largest at targets, int64 [n]."""
     return int((outputs.argmax(dim=1) == targets).sum())
 
 
 def image_workload(name: str, train: Images, test: Images) -> Workload:
+    """The tutorial's net on these images."""
     return Workload(
         name=name,
         model=conv_net,

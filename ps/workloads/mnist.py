@@ -19,9 +19,8 @@ def build(config: Config) -> Workload:
     """Read the data set from config.data_dir; nothing is fetched.
 
     Raises:
-        ConfigError: a file is missing or damaged; it is named.
+        ConfigError: a file is missing or damaged; names it.
     """
-
     names = [
         *("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
         *("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
@@ -39,6 +38,7 @@ def build(config: Config) -> Workload:
 
 
 def _read(config: Config, name: str) -> Tensor:
+    """The images of a file, uint8 [n, 28, 28], or its labels, uint8 [n]."""
     content = mnist_files.read(config.data_dir, name)
     header_bytes = IMAGES_HEADER_BYTES if "images" in name else LABELS_HEADER_BYTES
     values = torch.frombuffer(content, dtype=torch.uint8, offset=header_bytes)

@@ -15,7 +15,6 @@ import pytest
 from benchmarks import bench, contenders
 from benchmarks.bench import Bench, rotated
 from benchmarks.figures import Figure, figures_table, median, outcomes, rates_table, shares
-from tests.jobs import ROOT
 from benchmarks.peers import ddp, hogwild, loops, processes, ray_server, tutorial
 from benchmarks.peers.processes import MeasurementError
 from benchmarks.peers.task import Task
@@ -23,6 +22,7 @@ from benchmarks.plugins import UPDATES_VARIABLE, small_perceptron, some_digits
 from ps.settings.config import Config
 from ps.workload import fetch
 from ps.workloads.checks import check, make_model
+from tests.jobs import ROOT
 
 FIGURE = Figure("ours", "peer", least=1.1, target=1.5)
 

@@ -1,91 +1,139 @@
 from __future__ import annotations
 
+import os
+import socket
 import threading
 import time
 import uuid
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from ps.host import gate
+from ps.host.gate import Gate, name_of
+from ps.host.sockets import user_of
 from ps.settings.topology import Topology
 
+TIMEOUT_S = 5.0
+STRANGER = os.getuid() + 1
 
-def topology_of(rank: int, run_id: str | None) -> Topology:
-    return Topology(rank=rank, world_size=6, master_addr="127.0.0.1", master_port=1, run_id=run_id)
+
+@pytest.fixture
+def rank_0() -> Topology:
+    return topology(f"/tmp/{uuid.uuid4().hex}/attempt_0")
 
 
-def start_waiting(rank: int, run_id: str | None, num_cores: int = 2) -> threading.Thread:
+def topology(attempt: str) -> Topology:
+    return Topology(
+        rank=0,
+        world_size=6,
+        master_addr="127.0.0.1",
+        master_port=1,
+        run_id="none",
+        error_file=f"{attempt}/0/error.json",
+    )
+
+
+def rank(number: int, rank_0: Topology) -> Topology:
+    assert rank_0.error_file is not None
+    error_file = rank_0.error_file.replace("/0/", f"/{number}/")
+    return replace(rank_0, rank=number, error_file=error_file)
+
+
+def start_waiting(topology: Topology, **options: Any) -> threading.Thread:
+    """With two cores."""
     thread = threading.Thread(
-        target=gate.wait, args=(topology_of(rank, run_id), num_cores, 20.0), daemon=True
+        target=gate.wait, args=(topology, 2, 20.0), kwargs=options, daemon=True
     )
     thread.start()
     return thread
 
 
+def wait_s(topology: Topology, **options: Any) -> float:
+    """How long a rank waits that need not wait until the gate opens."""
+    start = time.monotonic()
+    thread = start_waiting(topology, **options)
+    thread.join(TIMEOUT_S)
+    assert not thread.is_alive()
+    return time.monotonic() - start
+
+
 @pytest.fixture
-def run_id() -> str:
-    return uuid.uuid4().hex
+def closed(rank_0: Topology) -> Iterator[Gate]:
+    closed = Gate(rank_0)
+    yield closed
+    closed.open()
 
 
-def test_ranks_beyond_the_cores_wait_until_the_gate_opens(run_id: str) -> None:
-    closed = gate.Gate(topology_of(0, run_id))
-    threads = [start_waiting(rank, run_id) for rank in (2, 3, 4, 5)]
-    time.sleep(0.3)
+def test_ranks_beyond_the_cores_wait_until_the_gate_opens(rank_0: Topology) -> None:
+    """Also those that are earlier than rank 0."""
+    threads = [start_waiting(rank(2, rank_0), appear_timeout_s=TIMEOUT_S)]
+    time.sleep(0.05)
+    closed = Gate(rank_0)
+    threads += [start_waiting(rank(number, rank_0)) for number in (3, 4, 5)]
+    time.sleep(0.2)
     assert all(thread.is_alive() for thread in threads)
     closed.open()
     for thread in threads:
-        thread.join(2)
+        thread.join(TIMEOUT_S)
     assert not any(thread.is_alive() for thread in threads)
     closed.open()
 
 
-def test_a_rank_that_has_a_core_does_not_wait(run_id: str) -> None:
-    closed = gate.Gate(topology_of(0, run_id))
-    start = time.monotonic()
-    gate.wait(topology_of(1, run_id), 2, 20.0)
-    assert time.monotonic() - start < 0.1
+@pytest.mark.usefixtures("closed")
+def test_a_rank_that_has_a_core_does_not_wait(rank_0: Topology) -> None:
+    assert wait_s(rank(1, rank_0)) < 1.0
+
+
+def test_without_a_gate_a_rank_goes_on_soon(rank_0: Topology) -> None:
+    assert wait_s(rank(2, rank_0), appear_timeout_s=0.05) < 1.0
+
+
+@pytest.mark.parametrize("absent", [{"run_id": None}, {"error_file": None}, {"error_file": ""}])
+def test_without_torchrun_and_its_files_nobody_waits(
+    rank_0: Topology, absent: dict[str, Any]
+) -> None:
+    started_otherwise = replace(rank_0, **absent)
+    Gate(started_otherwise).open()
+    assert wait_s(replace(started_otherwise, rank=2), appear_timeout_s=TIMEOUT_S) < 1.0
+
+
+def test_the_name_is_that_of_one_attempt_and_cannot_be_guessed(rank_0: Topology) -> None:
+    """Its random part is in the name of a folder of torchrun, and is not shown."""
+    others = [
+        replace(rank_0, run_id="another"),
+        replace(rank_0, master_port=2),
+        replace(rank_0, restart_count=1),
+        topology("/tmp/another/attempt_0"),
+        topology("/tmp/another/attempt_1"),
+    ]
+    names = [name_of(other) for other in (rank_0, *others)]
+    assert len(set(names)) == len(names)
+    assert name_of(rank(5, rank_0)) == names[0]
+    assert names[0] is not None and len(names[0]) == len(f"\0parameter-server-{'f' * 64}")
+
+
+@pytest.mark.usefixtures("closed")
+def test_where_somebody_has_the_name_rank_0_goes_on(rank_0: Topology) -> None:
+    Gate(rank_0).open()
+    assert start_waiting(rank(2, rank_0)).is_alive()
+
+
+@pytest.mark.usefixtures("closed")
+def test_nobody_waits_at_the_gate_of_another_user(rank_0: Topology) -> None:
+    assert wait_s(rank(2, rank_0), user=STRANGER) < 1.0
+
+
+def test_a_process_of_another_user_is_not_kept_at_the_gate(rank_0: Topology) -> None:
+    """Or many could keep this job's ranks out."""
+    closed = Gate(rank_0, user=STRANGER)
+    assert wait_s(rank(2, rank_0)) < 1.0
     closed.open()
 
 
-def test_a_rank_that_is_earlier_than_rank_0_waits_all_the_same(run_id: str) -> None:
-    thread = start_waiting(2, run_id)
-    time.sleep(0.2)
-    closed = gate.Gate(topology_of(0, run_id))
-    time.sleep(0.3)
-    assert thread.is_alive()
-    closed.open()
-    thread.join(2)
-    assert not thread.is_alive()
-
-
-@pytest.mark.slow
-def test_without_a_gate_the_rank_goes_on_soon(run_id: str) -> None:
-    start = time.monotonic()
-    gate.wait(topology_of(2, run_id), 2, 20.0)
-    assert time.monotonic() - start < gate.APPEAR_BOUND_S + 1
-
-
-def test_without_torchrun_nobody_waits() -> None:
-    start = time.monotonic()
-    gate.Gate(topology_of(0, None)).open()
-    gate.wait(topology_of(2, None), 2, 20.0)
-    assert time.monotonic() - start < 0.1
-
-
-def test_where_another_job_has_the_name_of_the_gate_nobody_waits(run_id: str) -> None:
-    other = gate.Gate(topology_of(0, run_id))
-    gate.Gate(topology_of(0, run_id)).open()
-    assert start_waiting(2, run_id).is_alive()
-    other.open()
-
-
-@pytest.mark.slow
-def test_jobs_with_another_store_have_another_gate(run_id: str) -> None:
-    first, second = topology_of(0, run_id), replace(topology_of(0, run_id), master_port=2)
-    gates = [gate.Gate(first), gate.Gate(second)]
-    gates[0].open()
-    thread = start_waiting(2, run_id)
-    thread.join(gate.APPEAR_BOUND_S + 1)
-    assert not thread.is_alive()
-    gates[1].open()
+def test_the_user_at_the_other_end_of_a_socket_is_known() -> None:
+    one, other = socket.socketpair(socket.AF_UNIX)
+    with one, other:
+        assert user_of(one) == user_of(other) == os.getuid()

@@ -9,8 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from ps.host.libc import end_with_parent, keep_freed_memory
-from ps.host.resources import available_memory_bytes, limit_spinning, threads_per_pass, usable_cores
+from ps.host.resources import (
+    available_memory_bytes,
+    limit_spinning,
+    shared_memory_bytes,
+    threads_per_pass,
+    usable_cores,
+)
 
 GIB = 1 << 30
 UNLIMITED_IN_VERSION_1 = 2**63 - 4096
@@ -21,15 +26,23 @@ def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
 
 
-def version_2(folder: Path, text: str) -> Path:
-    (folder / "cpu.max").write_text(text)
+def write(folder: Path, **files: str) -> Path:
+    """Dots in the names of files are given as double underscores."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
     return folder
 
 
-def version_1(folder: Path, quota: str, period: str) -> Path:
-    (folder / "cpu").mkdir()
-    (folder / "cpu" / "cpu.cfs_quota_us").write_text(quota)
-    (folder / "cpu" / "cpu.cfs_period_us").write_text(period)
+# --- cores
+
+
+def cores_2(folder: Path, text: str) -> Path:
+    return write(folder, cpu__max=text)
+
+
+def cores_1(folder: Path, quota: str) -> Path:
+    write(folder / "cpu", cpu__cfs_quota_us=quota, cpu__cfs_period_us="100000\n")
     return folder
 
 
@@ -39,8 +52,6 @@ def version_1(folder: Path, quota: str, period: str) -> Path:
         ("max 100000\n", 8),
         ("100000 100000\n", 1),
         ("150000 100000\n", 2),
-        ("300000 100000\n", 3),
-        ("50000 100000\n", 1),
         ("1 100000\n", 1),
         ("6400000 100000\n", 8),
     ],
@@ -48,86 +59,56 @@ def version_1(folder: Path, quota: str, period: str) -> Path:
 def test_a_version_2_quota_limits_the_cores_rounded_up(
     tmp_path: Path, text: str, cores: int
 ) -> None:
-    assert usable_cores(version_2(tmp_path, text)) == cores
+    assert usable_cores(cores_2(tmp_path, text)) == cores
 
 
 @pytest.mark.parametrize(("quota", "cores"), [("-1\n", 8), ("250000\n", 3), ("100000\n", 1)])
 def test_a_version_1_quota_limits_the_cores_rounded_up(
     tmp_path: Path, quota: str, cores: int
 ) -> None:
-    assert usable_cores(version_1(tmp_path, quota, "100000\n")) == cores
-
-
-@pytest.mark.parametrize(("one", "two"), [("300000", "400000"), ("400000", "300000")])
-def test_the_tighter_quota_of_both_versions_decides(tmp_path: Path, one: str, two: str) -> None:
-    version_1(tmp_path, f"{one}\n", "100000\n")
-    assert usable_cores(version_2(tmp_path, f"{two} 100000\n")) == 3
+    assert usable_cores(cores_1(tmp_path, quota)) == cores
 
 
 @pytest.mark.parametrize(
-    ("membership", "own"),
+    ("one", "two", "cores"),
+    [("300000", "400000 100000", 3), ("400000", "300000 100000", 3), ("200000", "", 2)],
+)
+def test_the_tighter_quota_of_both_versions_decides(
+    tmp_path: Path, one: str, two: str, cores: int
+) -> None:
+    cores_1(tmp_path, one)
+    assert usable_cores(cores_2(tmp_path, two)) == cores
+
+
+@pytest.mark.parametrize(
+    ("membership", "own", "cores"),
     [
-        ("0::/a/b\n", "a/b"),
-        ("0::/a/b\n", "a"),
-        ("0::/a/b\n", "unified/a/b"),
-        ("3:cpuset:/x\n4:cpuacct,cpu:/a/b\n0::/\n", "cpu/a/b"),
-        ("4:cpu:/a/b\n0::/\n", "cpu/a"),
+        ("0::/a/b\n", "a/b", 3),
+        ("0::/a/b\n", "a", 3),
+        ("0::/a/b\n", "unified/a/b", 3),
+        ("3:cpuset:/x\n4:cpuacct,cpu:/a/b\n0::/\n", "cpu/a/b", 3),
+        ("4:cpu:/a/b\n0::/\n", "cpu/a", 3),
+        ("3:cpuset:/a\n", "cpu/a", 8),  # of another controller
     ],
 )
 def test_the_cgroup_this_process_is_in_counts_and_those_around_it(
-    tmp_path: Path, membership: str, own: str
+    tmp_path: Path, membership: str, own: str, cores: int
 ) -> None:
-    (tmp_path / "membership").write_text(membership)
-    (tmp_path / "cgroup" / own).mkdir(parents=True)
-    version_2(tmp_path / "cgroup" / own, "300000 100000\n")
-    assert usable_cores(tmp_path / "cgroup", tmp_path / "membership") == 3
+    write(tmp_path, membership=membership)
+    cores_2(tmp_path / "cgroup" / own, "300000 100000\n")
+    assert usable_cores(tmp_path / "cgroup", tmp_path / "membership") == cores
 
 
-def test_the_cgroup_of_another_controller_does_not_count(tmp_path: Path) -> None:
-    (tmp_path / "membership").write_text("3:cpuset:/a\n")
-    (tmp_path / "cgroup" / "cpu" / "a").mkdir(parents=True)
-    version_2(tmp_path / "cgroup" / "cpu" / "a", "300000 100000\n")
-    assert usable_cores(tmp_path / "cgroup", tmp_path / "membership") == 8
-
-
-def test_memory_is_limited_by_the_cgroup_this_process_is_in(tmp_path: Path) -> None:
-    (tmp_path / "membership").write_text("7:blkio:/\n4:memory:/a/b\n0::/\n")
-    folder = tmp_path / "cgroup" / "memory" / "a" / "b"
-    folder.mkdir(parents=True)
-    names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    memory_files(folder, names, str(4 * GIB), 3 * GIB, None)
-    host = meminfo(tmp_path, 60 * GIB)
-    assert available_memory_bytes(tmp_path / "cgroup", host, tmp_path / "membership") == GIB
-
-
-def test_a_cpu_max_that_says_nothing_leaves_the_question_to_version_1(tmp_path: Path) -> None:
-    version_1(tmp_path, "200000\n", "100000\n")
-    assert usable_cores(version_2(tmp_path, "")) == 2
-
-
-def test_without_a_quota_the_affinity_decides(
+def test_without_a_quota_the_affinity_decides_or_the_count_of_the_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert usable_cores(tmp_path) == 8
+    assert usable_cores(tmp_path / "absent") == 8
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5})
-    assert usable_cores(tmp_path / "absent") == 2
-
-
-def test_a_quota_above_the_affinity_adds_no_cores(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    assert usable_cores(version_2(tmp_path, "600000 100000\n")) == 2
-
-
-def test_without_affinity_the_count_of_the_host_is_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    assert usable_cores(tmp_path) == usable_cores(cores_2(tmp_path, "600000 100000\n")) == 2
     monkeypatch.delattr(os, "sched_getaffinity")
-    monkeypatch.setattr(os, "cpu_count", lambda: 6)
-    assert usable_cores(tmp_path) == 6
-    monkeypatch.setattr(os, "cpu_count", lambda: None)
-    assert usable_cores(tmp_path) == 1
+    for count, cores in ((6, 6), (None, 1)):
+        monkeypatch.setattr(os, "cpu_count", lambda: count)  # noqa: B023
+        assert usable_cores(tmp_path / "absent") == cores
 
 
 @pytest.mark.parametrize(
@@ -140,26 +121,17 @@ def test_the_cores_are_divided_among_the_trainers_and_none_goes_without(
     assert threads_per_pass(cores, num_trainers) == threads
 
 
+# --- memory
+
+
 def meminfo(folder: Path, available_bytes: int) -> Path:
-    path = folder / "meminfo"
-    path.write_text(
-        "MemTotal:       65536000 kB\nMemFree:          123456 kB\n"
-        f"MemAvailable:   {available_bytes // 1024:8d} kB\nBuffers:            1234 kB\n"
+    text = (
+        f"MemTotal: 65536000 kB\nMemAvailable:   {available_bytes // 1024:8d} kB\nBuffers: 1 kB\n"
     )
-    return path
+    return write(folder, meminfo=text) / "meminfo"
 
 
-def memory_files(
-    folder: Path, names: tuple[str, str], limit: str, used: int, stat: str | None
-) -> None:
-    folder.mkdir(exist_ok=True)
-    (folder / names[0]).write_text(f"{limit}\n")
-    (folder / names[1]).write_text(f"{used}\n")
-    if stat is not None:
-        (folder / "memory.stat").write_text(stat)
-
-
-def stat_of(inactive_file: int) -> str:
+def stat(inactive_file: int) -> str:
     """The keys that look alike are those of the kernel's own file."""
     return (
         f"anon 1000\nfile 2000\nactive_file 77777\ninactive_file {inactive_file}\n"
@@ -167,86 +139,74 @@ def stat_of(inactive_file: int) -> str:
     )
 
 
-def memory_2(folder: Path, limit: str, used: int, *, inactive_file: int = 0) -> Path:
-    names = ("memory.max", "memory.current")
-    memory_files(folder, names, limit, used, stat_of(inactive_file))
+def memory_2(folder: Path, limit: object, used: int, cached: int = 0) -> Path:
+    files = {"memory__max": f"{limit}\n", "memory__current": f"{used}\n"}
+    return write(folder, **files, memory__stat=stat(cached))
+
+
+def memory_1(folder: Path, limit: object, used: int, cached: int = 0) -> Path:
+    files = {"memory__limit_in_bytes": f"{limit}\n", "memory__usage_in_bytes": f"{used}\n"}
+    write(folder / "memory", **files, memory__stat=stat(cached))
     return folder
 
 
-def memory_1(folder: Path, limit: str, used: int, *, inactive_file: int = 0) -> Path:
-    names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    memory_files(folder / "memory", names, limit, used, stat_of(inactive_file))
-    return folder
-
-
 @pytest.mark.parametrize("version", [memory_1, memory_2])
-def test_a_cgroup_leaves_what_is_below_its_limit(
-    tmp_path: Path, version: Callable[..., Path]
-) -> None:
-    cgroup = version(tmp_path, str(4 * GIB), 3 * GIB)
-    assert available_memory_bytes(cgroup, meminfo(tmp_path, 60 * GIB)) == GIB
-
-
-@pytest.mark.parametrize("version", [memory_1, memory_2])
-def test_cached_files_that_nobody_uses_do_not_count_as_taken(
-    tmp_path: Path, version: Callable[..., Path]
-) -> None:
-    cgroup = version(tmp_path, str(4 * GIB), 3 * GIB, inactive_file=2 * GIB)
-    assert available_memory_bytes(cgroup, meminfo(tmp_path, 60 * GIB)) == 3 * GIB
-
-
-@pytest.mark.parametrize("version", [memory_1, memory_2])
-def test_a_host_with_less_than_the_cgroup_allows_decides(
-    tmp_path: Path, version: Callable[..., Path]
-) -> None:
-    cgroup = version(tmp_path, str(40 * GIB), GIB)
-    assert available_memory_bytes(cgroup, meminfo(tmp_path, 2 * GIB)) == 2 * GIB
-
-
 @pytest.mark.parametrize(
-    ("version", "limit"), [(memory_2, "max"), (memory_1, str(UNLIMITED_IN_VERSION_1))]
+    ("limit", "used", "cached", "host", "available"),
+    [
+        (4 * GIB, 3 * GIB, 0, 60 * GIB, GIB),
+        (4 * GIB, 3 * GIB, 2 * GIB, 60 * GIB, 3 * GIB),  # cached files give way
+        (40 * GIB, GIB, 0, 2 * GIB, 2 * GIB),  # the host has less
+        (GIB, 2 * GIB, 0, 60 * GIB, 0),  # and not less than nothing
+        ("max", 3 * GIB, 0, 5 * GIB, 5 * GIB),
+        (UNLIMITED_IN_VERSION_1, 3 * GIB, 0, 5 * GIB, 5 * GIB),
+    ],
 )
-def test_without_a_limit_the_host_decides(
-    tmp_path: Path, version: Callable[..., Path], limit: str
+def test_a_cgroup_leaves_what_is_below_its_limit(
+    tmp_path: Path,
+    version: Callable[..., Path],
+    limit: object,
+    used: int,
+    cached: int,
+    host: int,
+    available: int,
 ) -> None:
-    cgroup = version(tmp_path, limit, 3 * GIB)
-    assert available_memory_bytes(cgroup, meminfo(tmp_path, 5 * GIB)) == 5 * GIB
+    cgroup = version(tmp_path, limit, used, cached)
+    assert available_memory_bytes(cgroup, meminfo(tmp_path, host)) == available
 
 
-def test_without_a_cgroup_the_host_decides(tmp_path: Path) -> None:
-    host = meminfo(tmp_path, 7 * GIB)
-    assert available_memory_bytes(tmp_path, host) == 7 * GIB
-    assert available_memory_bytes(tmp_path / "absent", host) == 7 * GIB
-
-
-def test_the_tighter_of_two_cgroup_versions_decides(tmp_path: Path) -> None:
+def test_memory_is_limited_by_the_cgroup_this_process_is_in(tmp_path: Path) -> None:
+    write(tmp_path, membership="7:blkio:/\n4:memory:/a/b\n0::/\n")
+    files = {"memory__limit_in_bytes": str(4 * GIB), "memory__usage_in_bytes": str(3 * GIB)}
+    write(tmp_path / "cgroup" / "memory" / "a" / "b", **files)  # which does not tell its cache
     host = meminfo(tmp_path, 60 * GIB)
-    memory_1(tmp_path, str(4 * GIB), 3 * GIB)
-    assert available_memory_bytes(memory_2(tmp_path, str(8 * GIB), GIB), host) == GIB
-    assert available_memory_bytes(memory_2(tmp_path, str(2 * GIB), 3 * GIB // 2), host) == GIB // 2
+    assert available_memory_bytes(tmp_path / "cgroup", host, tmp_path / "membership") == GIB
 
 
-@pytest.mark.parametrize("version", [memory_1, memory_2])
-def test_more_taken_than_allowed_leaves_nothing_and_not_less(
-    tmp_path: Path, version: Callable[..., Path]
+def test_the_tighter_of_two_cgroup_versions_decides_and_without_one_the_host(
+    tmp_path: Path,
 ) -> None:
-    cgroup = version(tmp_path, str(GIB), 2 * GIB)
-    assert available_memory_bytes(cgroup, meminfo(tmp_path, 60 * GIB)) == 0
-
-
-def test_a_limit_counts_though_the_cache_is_not_told(tmp_path: Path) -> None:
     host = meminfo(tmp_path, 60 * GIB)
-    names = ("memory.max", "memory.current")
-    memory_files(tmp_path, names, str(4 * GIB), 3 * GIB, "anon 1000\n")
-    assert available_memory_bytes(tmp_path, host) == GIB
-    (tmp_path / "memory.stat").unlink()
-    assert available_memory_bytes(tmp_path, host) == GIB
+    assert available_memory_bytes(tmp_path / "absent", host) == 60 * GIB
+    memory_1(tmp_path, 4 * GIB, 3 * GIB)
+    assert available_memory_bytes(memory_2(tmp_path, 8 * GIB, GIB), host) == GIB
+    assert available_memory_bytes(memory_2(tmp_path, 2 * GIB, 3 * GIB // 2), host) == GIB // 2
 
 
-def test_a_host_that_does_not_tell_leaves_the_answer_to_the_cgroup(tmp_path: Path) -> None:
-    silent = tmp_path / "meminfo"
-    silent.write_text("MemTotal: 65536000 kB\n")
-    assert available_memory_bytes(memory_2(tmp_path, str(4 * GIB), GIB), silent) == 3 * GIB
+def test_what_is_not_told_is_left_out(tmp_path: Path) -> None:
+    silent = write(tmp_path, meminfo="MemTotal: 65536000 kB\n") / "meminfo"
+    cgroup = memory_2(tmp_path, 4 * GIB, GIB)
+    write(cgroup, memory__stat="anon 1000\n")
+    assert available_memory_bytes(cgroup, silent) == 3 * GIB
+    with pytest.raises(OSError, match="absent"):
+        available_memory_bytes(cgroup, tmp_path / "absent")
+
+
+def test_shared_memory_is_read_where_the_kernel_tells_it(tmp_path: Path) -> None:
+    status = write(tmp_path, status="VmRSS:\t 99 kB\nRssShmem:\t   12 kB\n") / "status"
+    assert shared_memory_bytes(status) == 12 << 10
+    write(tmp_path, status="VmRSS:\t 99 kB\n")
+    assert shared_memory_bytes(status) == shared_memory_bytes(tmp_path / "absent") == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -267,84 +227,3 @@ def test_spinning_is_limited_unless_the_user_has_said_otherwise(
 ) -> None:
     limit_spinning(before)
     assert before == after
-
-
-def test_freed_memory_is_left_to_other_systems(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "darwin")
-    monkeypatch.setattr("ps.host.libc.ctypes.CDLL", lambda name: pytest.fail("libc was opened"))
-    keep_freed_memory()
-
-
-def test_a_libc_without_mallopt_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[object] = []
-    monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr("ps.host.libc.ctypes.CDLL", lambda name: opened.append(name) or object())
-    keep_freed_memory()
-    assert opened == [None]
-
-
-@pytest.mark.parametrize(
-    ("takes_large", "calls"),
-    [
-        (True, [(-3, 1 << 30), (-1, 1 << 30), (-8, 1)]),
-        (False, [(-3, 1 << 30), (-3, 1 << 25), (-1, 1 << 30), (-8, 1)]),
-    ],
-)
-def test_an_old_glibc_is_asked_for_as_much_as_it_takes(
-    monkeypatch: pytest.MonkeyPatch, takes_large: bool, calls: list[tuple[int, int]]
-) -> None:
-    made: list[tuple[int, int]] = []
-
-    class Libc:
-        @staticmethod
-        def mallopt(parameter: int, value: int) -> int:
-            made.append((parameter, value))
-            return int(takes_large or value < 1 << 30)
-
-    monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr("ps.host.libc.ctypes.CDLL", lambda name: Libc())
-    keep_freed_memory()
-    assert made == calls
-
-
-class Prctl:
-    """A C library that notes what prctl is called with."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[int, ...]] = []
-
-    def prctl(self, *args: int) -> int:
-        self.calls.append(args)
-        return 0
-
-
-@pytest.fixture
-def prctl(monkeypatch: pytest.MonkeyPatch) -> Prctl:
-    library = Prctl()
-    monkeypatch.setattr("ps.host.libc.ctypes.CDLL", lambda name: library)
-    monkeypatch.setattr(os, "_exit", lambda code: pytest.fail(f"it ended with {code}"))
-    monkeypatch.setattr(os, "getppid", lambda: 4711)
-    monkeypatch.setattr(sys, "platform", "linux")
-    return library
-
-
-def test_the_kernel_is_told_to_kill_this_process_when_its_parent_ends(prctl: Prctl) -> None:
-    end_with_parent(4711)
-    assert prctl.calls == [(1, 9, 0, 0, 0)]  # PR_SET_PDEATHSIG, SIGKILL
-
-
-def test_a_process_whose_parent_has_ended_before_that_ends_itself(
-    prctl: Prctl, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    codes: list[int] = []
-    monkeypatch.setattr(os, "_exit", codes.append)
-    end_with_parent(4712)
-    assert codes == [1]
-
-
-def test_on_other_systems_a_process_outlives_its_parent(
-    prctl: Prctl, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "platform", "darwin")
-    end_with_parent(4712)
-    assert prctl.calls == []

@@ -13,10 +13,10 @@ from contextlib import suppress
 
 import pytest
 
-from benchmarks.jobs import ROOT
 from ps.host.processes import FROM_TORCHRUN, SHOW_STACKS
 from ps.host.signals import Phase, Signals, restore_defaults
 from ps.settings.errors import Interrupted
+from tests.jobs import ROOT
 
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129, signal.SIGQUIT: 131}
 ORPHANED = 9
@@ -95,6 +95,7 @@ def test_while_modules_are_loaded_one_function_is_called_and_the_process_ends(
 
     def clean_up() -> None:
         calls.append("clean up")
+        signal.raise_signal(signal.SIGTERM)
         if fails:
             raise OSError("no room")
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.jobs import ROOT
 from ps.job.rundir import is_final, refuse_if_final, refused
 from tests.helpers import end_processes, free_port, until
+from tests.jobs import ROOT
 
 DIFFERING = """
 from tests.plugins import RANK, perceptron

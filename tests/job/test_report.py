@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.jobs import ROOT
 from ps.host.health import Finding
 from ps.host.stacks import stacks_path
 from ps.job.report import (
@@ -31,6 +30,7 @@ from ps.job.report import (
 )
 from ps.settings.config import Config
 from tests.helpers import run_threads, topology_of
+from tests.jobs import ROOT
 
 STOPPED = Finding(0, "it has been stopped for 3 s", 5, is_halted=True)
 PID = 7
@@ -61,7 +61,7 @@ def report_in(run_dir: Path) -> dict[str, Any]:
 
 def test_it_tells_from_the_start_what_runs_and_at_the_end_how_that_ended() -> None:
     head = head_of(
-        Config(epochs=3, compute="trainer", staleness="0"),
+        Config(epochs=3, compute="trainer", max_lag="0"),
         topology_of(0, 4, port=1, attempt=2),
         pid=PID,
         earlier_attempts=[],
@@ -72,7 +72,7 @@ def test_it_tells_from_the_start_what_runs_and_at_the_end_how_that_ended() -> No
         versions={"torch": "2.9"},
     )
     assert (head["status"], head["pid"], head["attempt"]) == ("running", PID, 2)
-    assert (head["world_size"], head["compute"], head["staleness"]) == (4, "trainer", "0")
+    assert (head["world_size"], head["compute"], head["max_lag"]) == (4, "trainer", "0")
     assert (head["link"], head["resumed_from"]) == ("local", "runs/a/checkpoints/x.pt")
     numbers = {"updates": 12}
     report = final_report(head, LOST, checkpoint=Path("c.pt"), numbers=numbers, duration_s=1.5)
@@ -209,13 +209,15 @@ def test_stacks_that_are_empty_or_of_an_earlier_attempt_are_not_named(
     assert report_in(running)["failure"]["stacks"] is None
 
 
-@pytest.mark.parametrize("status", ["done", "failed", "interrupted"])
-def test_an_end_that_was_reported_already_stays(
-    running: Path, status: str, warnings: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("status", "pid"), [("done", PID), ("failed", PID), ("interrupted", PID), ("running", PID + 1)]
+)
+def test_an_end_that_was_reported_already_and_the_report_of_a_later_server_stay(
+    running: Path, status: str, pid: int, warnings: pytest.LogCaptureFixture
 ) -> None:
-    put(running, {"status": status})
-    report_without_server(running, STOPPED, {})
-    assert report_in(running) == {"status": status}
+    put(running, {"status": status, "pid": pid})
+    report_without_server(running, STOPPED, {"pid": PID})
+    assert report_in(running) == {"status": status, "pid": pid}
     assert warnings.messages == []
 
 

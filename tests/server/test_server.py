@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ps.host.health import Doing, Finding
+from ps.host.health import Activity, Finding
 from ps.protocol import Evaluate, Evaluated, Finished, Order, Train, Trained, Wait
 from ps.server.server import Outcome, ParameterServer
 from ps.workload import Workload, fetch
@@ -307,8 +307,8 @@ def two_at_work() -> Parts:
 
 def test_a_warning_is_told_and_the_job_goes_on(warnings: pytest.LogCaptureFixture) -> None:
     parts = two_at_work()
-    parts.server.found(Finding(1, "the job uses 90 of 100 MiB"))
-    parts.server.found(Finding(0, "the job uses 95 of 100 MiB"))
+    parts.server.report(Finding(1, "the job uses 90 of 100 MiB"))
+    parts.server.report(Finding(0, "the job uses 95 of 100 MiB"))
     assert [record.getMessage() for record in warnings.records] == [
         "trainer rank 1: the job uses 90 of 100 MiB",
         "server rank 0: the job uses 95 of 100 MiB",
@@ -320,7 +320,7 @@ def test_a_warning_is_told_and_the_job_goes_on(warnings: pytest.LogCaptureFixtur
 @pytest.mark.parametrize("is_quiet", [False, True])
 def test_a_rank_that_is_gone_is_the_cause_and_not_waited_for(is_quiet: bool) -> None:
     parts = two_at_work()
-    parts.server.found(replace(gone(2, "ended", 6), is_quiet=is_quiet))
+    parts.server.report(replace(gone(2, "ended", 6), is_quiet=is_quiet))
     cause = "lost trainer rank 2: ended"
     assert parts.outcome == Outcome("failed", 6, cause, 2, rank_ends=not is_quiet)
     assert not parts.server.ended.is_set()
@@ -332,7 +332,7 @@ def test_a_rank_that_is_gone_is_the_cause_and_not_waited_for(is_quiet: bool) -> 
 
 def test_a_rank_that_stands_still_is_the_cause_and_not_waited_for() -> None:
     parts = two_at_work()
-    parts.server.found(Finding(2, "it has made no progress", 5))
+    parts.server.report(Finding(2, "it has made no progress", 5))
     assert parts.outcome == Outcome("failed", 5, "trainer rank 2: it has made no progress", 2)
     assert not parts.server.ended.is_set()
     parts.server.leave(1)
@@ -342,7 +342,7 @@ def test_a_rank_that_stands_still_is_the_cause_and_not_waited_for() -> None:
 
 def test_a_server_that_stands_still_waits_for_its_trainers_all_the_same() -> None:
     parts = two_at_work()
-    parts.server.found(Finding(0, "a call has made no progress", 5))
+    parts.server.report(Finding(0, "a call has made no progress", 5))
     assert parts.outcome == Outcome("failed", 5, "server rank 0: a call has made no progress", 0)
     parts.server.leave(1)
     assert not parts.server.ended.is_set()
@@ -354,18 +354,18 @@ def test_a_server_that_stands_still_waits_for_its_trainers_all_the_same() -> Non
 def test_the_end_of_a_trainer_that_has_left_or_has_told_why_is_no_finding() -> None:
     parts = two_at_work()
     parts.server.leave(1)
-    parts.server.found(gone(1))
+    parts.server.report(gone(1))
     assert parts.server.outcome is None
     parts.server.fail(2, "ValueError: boom", 1)
-    parts.server.found(gone(2))
+    parts.server.report(gone(2))
     assert parts.outcome.cause == "trainer rank 2: ValueError: boom"
     assert parts.server.circumstances()["consequences"] == []
 
 
 def test_one_loss_that_is_found_twice_is_one() -> None:
     parts = two_at_work()
-    parts.server.found(gone(1))
-    parts.server.found(gone(1))
+    parts.server.report(gone(1))
+    parts.server.report(gone(1))
     assert parts.server.circumstances()["consequences"] == []
 
 
@@ -376,19 +376,19 @@ def test_one_loss_that_two_threads_find_at_once_is_one(monkeypatch: pytest.Monke
 
     def be_overtaken(*args: Any, **options: Any) -> None:
         monkeypatch.setattr(parts.server, "_depart", depart)
-        parts.server.found(gone(1))
+        parts.server.report(gone(1))
         depart(*args, **options)
 
     monkeypatch.setattr(parts.server, "_depart", be_overtaken)
-    parts.server.found(gone(1))
+    parts.server.report(gone(1))
     assert parts.outcome.cause == "lost trainer rank 1: killed by SIGKILL"
     assert parts.server.circumstances()["consequences"] == []
 
 
 def test_what_goes_wrong_after_the_cause_is_a_consequence() -> None:
     parts = two_at_work()
-    parts.server.found(Finding(1, "it has been stopped for 60 s", 5))
-    parts.server.found(gone(2))
+    parts.server.report(Finding(1, "it has been stopped for 60 s", 5))
+    parts.server.report(gone(2))
     parts.server.fail(1, "PeerLost: lost the server", 4)
     parts.server.stop(Outcome("interrupted", 143, "stopped by SIGTERM"))
     parts.server.broke("RuntimeError: late", 1)
@@ -451,7 +451,7 @@ def test_who_waits_when_the_job_fails_is_sent_home(finding: Finding) -> None:
     parts = server_of(perceptron(num_train=8), trainers=(1, 2))
     parts.server.next_order(1, None)
     waiting = parts.server.next_order(2, None)
-    parts.server.found(finding)
+    parts.server.report(finding)
     assert waiting.done() and isinstance(waiting.wait(), Finished)
 
 
@@ -485,7 +485,7 @@ def test_the_order_and_the_time_of_who_holds_the_cause_are_kept() -> None:
     held = parts.orders.held_by(2)
     assert isinstance(held, Train)
     time.sleep(0.05)
-    parts.server.found(gone(2))
+    parts.server.report(gone(2))
     circumstances = parts.server.circumstances()
     since_s = circumstances.pop("since_s")
     assert circumstances == {
@@ -500,55 +500,55 @@ def test_a_slice_is_told_by_epoch_and_number() -> None:
     parts = server_of(perceptron(num_train=8))
     order = parts.server.next_order(1, None).wait()
     assert isinstance(parts.server.next_order(1, result_of(parts, 1, order)).wait(), Evaluate)
-    parts.server.found(gone(1))
+    parts.server.report(gone(1))
     assert parts.server.circumstances()["last_order"] == {"epoch": 1, "slice": 0}
 
 
 def test_nothing_is_told_of_what_the_server_or_one_that_never_joined_was_doing() -> None:
     for finding in (Finding(0, "it stood still", 5), gone(2)):
         parts = server_of(perceptron(), trainers=(1, 2))
-        parts.server.found(finding)
+        parts.server.report(finding)
         nothing = dict.fromkeys(("last_order", "doing", "since_s"))
         assert parts.server.circumstances() == {**nothing, "consequences": []}
 
 
 def test_circumstances_are_those_of_the_cause_and_not_of_a_consequence() -> None:
     parts = two_at_work()
-    parts.server.found(Finding(0, "it stood still", 5))
-    parts.server.found(gone(1))
+    parts.server.report(Finding(0, "it stood still", 5))
+    parts.server.report(gone(1))
     assert parts.server.circumstances()["last_order"] is None
 
 
-def doing(parts: Parts) -> dict[int, Doing]:
-    return {trainer: made.doing for trainer, made in parts.server.progress().items()}
+def doing(parts: Parts) -> dict[int, Activity]:
+    return {trainer: made.activity for trainer, made in parts.server.progress().items()}
 
 
 def test_whose_turn_it_is_is_known_from_joining_to_leaving() -> None:
     parts = server_of(perceptron(num_train=8), trainers=(1, 2))
     assert doing(parts) == {}
     work = parts.worker(1)
-    assert doing(parts) == {1: Doing.WORKING}
+    assert doing(parts) == {1: Activity.WORKING}
     order = train_order(parts.server.next_order(1, None).wait())
     parts.server.join(2, None)
     parts.server.next_order(2, None)
-    assert doing(parts) == {1: Doing.WORKING, 2: Doing.WAITING}
+    assert doing(parts) == {1: Activity.WORKING, 2: Activity.WAITING}
     parts.server.next_order(1, work.do(order))
-    assert doing(parts) == {1: Doing.WORKING, 2: Doing.WORKING}
+    assert doing(parts) == {1: Activity.WORKING, 2: Activity.WORKING}
     parts.server.leave(1)
-    assert doing(parts) == {2: Doing.WORKING}
+    assert doing(parts) == {2: Activity.WORKING}
 
 
 def test_a_trainer_that_has_arrived_is_expected_to_join() -> None:
     parts = server_of(perceptron(), trainers=(1, 2))
     parts.server.arrived()
-    assert doing(parts) == {1: Doing.WORKING, 2: Doing.WORKING}
+    assert doing(parts) == {1: Activity.WORKING, 2: Activity.WORKING}
 
 
 @pytest.mark.parametrize("call", ["forward", "backward", "evaluate", "contribution"])
 def test_while_the_server_answers_it_is_the_servers_turn(
     monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    seen: list[dict[int, Doing]] = []
+    seen: list[dict[int, Activity]] = []
     parts = server_of(perceptron(num_train=8))
     compute: Any = parts.compute
     original: Callable[..., Any] = getattr(compute, call)
@@ -562,13 +562,13 @@ def test_while_the_server_answers_it_is_the_servers_turn(
     monkeypatch.setattr(compute, call, watched)
     if call == "backward":
         outputs = parts.server.forward(1, 0, 0, torch.randn(8, 6))
-        assert doing(parts) == {1: Doing.WORKING}
+        assert doing(parts) == {1: Activity.WORKING}
         parts.server.backward(1, outputs)
-        assert doing(parts) == {1: Doing.WORKING}
+        assert doing(parts) == {1: Activity.WORKING}
     else:
         while isinstance(order, Train | Evaluate):
             order = parts.server.next_order(1, work.do(order)).wait()
-    assert seen and all(made == {1: Doing.SERVED} for made in seen)
+    assert seen and all(made == {1: Activity.SERVED} for made in seen)
 
 
 def test_progress_is_since_when_the_turn_changed() -> None:
@@ -578,7 +578,7 @@ def test_progress_is_since_when_the_turn_changed() -> None:
     time.sleep(0.01)
     parts.server.next_order(1, None)
     ordered = parts.server.progress()[1]
-    assert (joined.doing, ordered.doing) == (Doing.WORKING, Doing.WORKING)
+    assert (joined.activity, ordered.activity) == (Activity.WORKING, Activity.WORKING)
     assert 0.01 <= ordered.since - joined.since < 5
     assert parts.server.progress()[1] == ordered
 

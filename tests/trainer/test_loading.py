@@ -1,24 +1,25 @@
-"""Batches ahead, by real processes."""
+"""Batches: what a data set draws at random, and loader processes that load ahead."""
 
 from __future__ import annotations
 
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 
 import psutil
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from tests.jobs import ROOT
 from ps.model.passes import Passes
-from ps.protocol import Train
+from ps.protocol import Assignment, Evaluate, Train, Weights
 from ps.trainer.loading import Loader
+from tests.helpers import COMPUTE, end_processes, next_line, server_of, start, train_all
+from tests.plugins import perceptron
 
 
 class Noisy:
@@ -38,93 +39,136 @@ class Noisy:
         return drawn, torch.rand(2)
 
 
-def order_of(batch: int, samples: int = 4, ahead: Sequence[Train] = ()) -> Train:
-    return Train(0, batch, range(samples * batch, samples * (batch + 1)), ahead)
+def order_of(batch: int, samples: int = 4) -> Train:
+    return Train(0, batch, range(samples * batch, samples * (batch + 1)))
+
+
+@contextmanager
+def ahead_by(
+    processes: int, fetch_s: float = 0.0, passes: Passes | None = None
+) -> Iterator[Loader]:
+    loader = Loader(Noisy(fetch_s), passes or Passes(), processes)
+    yield loader
+    loader.close()
+
+
+def fetched_by(loader: Loader, order: Train) -> set[float]:
+    return set(loader.batch(order, 0, order.indices)[0][:, 2].tolist())
+
+
+@pytest.mark.parametrize("compute", COMPUTE)
+def test_data_set_model_and_loss_never_draw_the_same_numbers(compute: str) -> None:
+    drawn: list[float] = []
+
+    def draw() -> float:
+        drawn.append(torch.rand((), dtype=torch.float64).item())
+        return 0.0
+
+    class Drawing:
+        def __len__(self) -> int:
+            return 24
+
+        def __getitem__(self, index: int) -> tuple[Tensor, int]:
+            return torch.full((3,), 1.0 + draw()), 0
+
+    class Model(nn.Linear):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return super().forward(inputs) + draw()
+
+    workload = replace(
+        perceptron(),
+        model=lambda: Model(3, 2),
+        train=Drawing(),
+        test=Drawing(),
+        loss=lambda outputs, targets: nn.functional.cross_entropy(outputs, targets) + draw(),
+    )
+    train_all(server_of(workload, compute=compute, passes=Passes(batch_size=2), slice_size=6))
+    assert len(drawn) == 24 + 12 + 12 + 24 + 4 + 4
+    assert len(set(drawn)) == len(drawn)
+
+
+@pytest.mark.parametrize("compute", COMPUTE)
+def test_what_a_test_set_draws_depends_on_the_slice_alone(compute: str) -> None:
+    drawn: list[float] = []
+
+    class Drawing:
+        def __len__(self) -> int:
+            return 100
+
+        def __getitem__(self, index: int) -> tuple[Tensor, int]:
+            drawn.append(random.random() + torch.rand(()).item())
+            return torch.zeros(6), 0
+
+    worker = server_of(replace(perceptron(), test=Drawing()), compute=compute).worker()
+    for epoch, index in ((0, 0), (0, 1), (1, 0), (0, 1)):
+        worker.do(Assignment(Evaluate(epoch, index, 0, 1), Weights(0)))
+        torch.rand(1)
+    assert drawn[3] == drawn[1]
+    assert len(set(drawn)) == 3
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_what_a_data_set_draws_depends_on_the_batch_alone(num_workers: int) -> None:
+@pytest.mark.parametrize("processes", [1, 2])
+def test_what_a_data_set_draws_depends_on_the_micro_batch_alone(processes: int) -> None:
     passes = Passes(seed=7, batch_size=2)
     orders = [order_of(batch) for batch in range(5)]
-    here, ahead = Loader(Noisy(), passes), Loader(Noisy(), passes, num_workers)
-    ahead.expect(order_of(9, ahead=orders))
-    for order in reversed(orders):
-        for part, indices in enumerate(passes.micro_batches(order.indices)):
-            inputs, targets = here.batch(order, part, indices)
-            loaded_inputs, loaded_targets = ahead.batch(order, part, indices)
-            assert torch.equal(inputs[:, :2], loaded_inputs[:, :2])
-            assert torch.equal(targets, loaded_targets)
-            assert set(inputs[:, 2].tolist()) == {float(os.getpid())}
-            assert float(os.getpid()) not in loaded_inputs[:, 2].tolist()
-    ahead.close()
+    here = Loader(Noisy(), passes)
+    with ahead_by(processes, passes=passes) as ahead:
+        ahead.expect(order_of(9), orders)
+        for order in reversed(orders):
+            for number, indices in enumerate(passes.micro_batches(order.indices)):
+                inputs, targets = here.batch(order, number, indices)
+                loaded_inputs, loaded_targets = ahead.batch(order, number, indices)
+                assert torch.equal(inputs[:, :2], loaded_inputs[:, :2])
+                assert torch.equal(targets, loaded_targets)
+                assert set(inputs[:, 2].tolist()) == {float(os.getpid())}
+                assert float(os.getpid()) not in loaded_inputs[:, 2].tolist()
 
 
 @pytest.mark.slow
 def test_loading_overlaps_with_computing() -> None:
     """Ten batches of 0.1 s of loading and 0.1 s of computing take about 1.1 s instead of 2."""
-    loader = Loader(Noisy(fetch_s=0.025), Passes(), num_processes=1)
-    start = time.monotonic()
-    for batch in range(10):
-        order = order_of(batch, ahead=[order_of(batch + 1), order_of(batch + 2)])
-        loader.expect(order)
-        loader.batch(order, 0, order.indices)
-        time.sleep(0.1)
-    took_s = time.monotonic() - start
-    loader.close()
-    assert took_s < 1.6
+    with ahead_by(1, fetch_s=0.025) as loader:
+        begin = time.monotonic()
+        for batch in range(10):
+            order = order_of(batch)
+            loader.expect(order, [order_of(batch + 1), order_of(batch + 2)])
+            loader.batch(order, 0, order.indices)
+            time.sleep(0.1)
+        assert time.monotonic() - begin < 1.6
 
 
 @pytest.mark.slow
-def test_what_is_not_expected_any_more_is_dropped_and_fetched_here_if_it_comes() -> None:
-    loader = Loader(Noisy(), Passes(), num_processes=1)
-    loader.expect(order_of(9, ahead=[order_of(0), order_of(1)]))
-    loader.expect(order_of(1, ahead=[order_of(2)]))
-    assert {batch for _, batch, _ in loader._ahead} == {1, 2}
-    inputs, _ = loader.batch(order_of(0), 0, order_of(0).indices)
-    assert inputs[:, 2].tolist() == [float(os.getpid())] * 4
-    loader.close()
+def test_what_is_not_expected_any_more_is_dropped_and_what_fails_is_told() -> None:
+    broken = Train(0, 7, [98, 99])
+    with ahead_by(1) as loader:
+        loader.expect(order_of(9), [order_of(0), order_of(1)])
+        loader.expect(order_of(1), [order_of(2), broken])
+        assert fetched_by(loader, order_of(0)) == {float(os.getpid())}
+        for order in (order_of(1), order_of(2)):
+            assert float(os.getpid()) not in fetched_by(loader, order)
+        with pytest.raises(ValueError, match="sample 99 is broken"):
+            loader.batch(broken, 0, broken.indices)
 
 
-@pytest.mark.slow
-def test_an_error_in_the_data_set_reaches_the_trainer_with_its_words() -> None:
-    loader = Loader(Noisy(), Passes(), num_processes=1)
-    order = Train(0, 1, [98, 99])
-    loader.expect(order_of(0, ahead=[order]))
-    with pytest.raises(ValueError, match="sample 99 is broken"):
-        loader.batch(order, 0, order.indices)
+def be_a_trainer() -> None:
+    loader = Loader(Noisy(), Passes(), num_processes=2)
+    print("ready", flush=True)
+    time.sleep(60)
     loader.close()
 
 
 @pytest.mark.slow
-def test_the_processes_end_with_a_trainer_that_is_killed() -> None:
-    code = (
-        "import time\n"
-        "from ps.trainer.loading import Loader\n"
-        "from ps.model.passes import Passes\n"
-        "from tests.trainer.test_loading import Noisy\n"
-        "loader = Loader(Noisy(), Passes(), num_processes=2)\n"
-        "print('ready', flush=True)\n"
-        "time.sleep(60)\n"
-    )
-    trainer = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
-    assert trainer.stdout is not None and trainer.stdout.readline() == "ready\n"
-    workers = psutil.Process(trainer.pid).children()
-    assert len(workers) == 2
+def test_loader_processes_end_with_a_trainer_that_is_killed_but_are_not_in_its_group() -> None:
+    """torchrun signals its group; the trainer then has an order to finish, or to give up."""
+    trainer = start(be_a_trainer)
+    assert next_line(trainer) == "ready"
+    loading = psutil.Process(trainer.pid).children()
+    groups = {os.getpgid(process.pid) for process in loading}
+    assert len(groups) == 2
+    assert os.getpgid(trainer.pid) not in groups
     trainer.send_signal(signal.SIGKILL)
     trainer.wait()
-    trainer.stdout.close()
-    _, alive = psutil.wait_procs(workers, timeout=5)
+    _, alive = psutil.wait_procs(loading, timeout=5)
+    end_processes(trainer)
     assert not alive
-
-
-@pytest.mark.slow
-def test_the_processes_do_not_end_for_a_signal_to_the_group_of_the_trainer() -> None:
-    """As torchrun sends it: the trainer has an order to finish, or to give up."""
-    loader = Loader(Noisy(), Passes(), num_processes=2)
-    groups = {os.getpgid(worker.pid) for worker in psutil.Process().children()}
-    assert len(groups) == 2
-    assert os.getpgid(0) not in groups
-    loader.close()

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.jobs import Done, run_job
 from ps.model.passes import Passes
-from ps.server.orders import permutation
+from ps.model.randomness import permutation
 from ps.settings.config import Config
 from ps.workload import fetch
 from tests import plugins
@@ -21,15 +20,17 @@ from tests.helpers import (
     COMPUTE,
     assert_equal,
     end_processes,
-    free_port,
     momentum_sgd,
     next_line,
     sgd,
     start,
     train_alone,
 )
+from tests.jobs import Done, free_port, run_ranks
 
-pytestmark = pytest.mark.torchrun
+pytestmark = pytest.mark.slow
+share_jobs = pytest.mark.xdist_group("in-step")
+"""They share what in_step has run."""
 
 COMMON = ("--batch-size", "8", "--momentum", "0.9", "--lr", "0.1")
 
@@ -42,7 +43,7 @@ def test_one_trainer_equals_a_plain_loop_after_50_updates(
     tmp_path: Path, plugin: str, dropout: float, compute: str
 ) -> None:
     workload = ("--workload", f"tests.plugins:{plugin}", "--compute", compute)
-    done = run_job(tmp_path, *workload, *COMMON, world_size=2)
+    done = run_ranks(tmp_path, *workload, *COMMON, world_size=2)
     assert done.exit_code == 0, done.text
     assert done.report["updates"] == 50
     expected = train_alone(plugins.perceptron(dropout=dropout), updates=50, optimizer=momentum_sgd)
@@ -50,9 +51,8 @@ def test_one_trainer_equals_a_plain_loop_after_50_updates(
 
 
 def test_the_conv_net_with_dropout_equals_a_plain_loop_after_50_updates(tmp_path: Path) -> None:
-    done = run_job(
-        tmp_path, "--workload", "tests.plugins:few_digits", "--threads", "1", world_size=2
-    )
+    args = ("--workload", "tests.plugins:few_digits", "--threads", "1")
+    done = run_ranks(tmp_path, *args, world_size=2)
     assert done.exit_code == 0, done.text
     assert done.report["updates"] == 50
     threads = torch.get_num_threads()
@@ -76,7 +76,7 @@ def test_two_trainers_with_momentum_equal_the_reference_bit_for_bit(
 ) -> None:
     """All gradients are equal, so their order does not matter, and lost or split momentum does."""
     workload = ("--workload", "tests.plugins:fixed_gradients", "--compute", compute)
-    done = run_job(tmp_path, *workload, *COMMON, world_size=3)
+    done = run_ranks(tmp_path, *workload, *COMMON, world_size=3)
     assert done.exit_code == 0, done.text
     weight = nn.Parameter(torch.zeros(1, 4))
     optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
@@ -87,10 +87,10 @@ def test_two_trainers_with_momentum_equal_the_reference_bit_for_bit(
     assert torch.equal(done.model["weight"], weight.detach())
 
 
-def test_no_gradient_is_lost_with_four_trainers_on_two_rpc_threads(tmp_path: Path) -> None:
-    done = run_job(
+def test_no_gradient_is_lost_with_four_trainers_over_rpc(tmp_path: Path) -> None:
+    done = run_ranks(
         tmp_path,
-        *("--workload", "tests.plugins:fixed_gradients_on_two_threads", "--link", "rpc"),
+        *("--workload", "tests.plugins:fixed_gradients", "--link", "rpc"),
         *("--batch-size", "8", "--lr", "1", "--epochs", "6"),
         world_size=5,
     )
@@ -107,9 +107,9 @@ def in_step(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Done]:
 
     def run(compute: str, time: int = 1) -> Done:
         if (compute, time) not in kept:
-            done = run_job(
+            done = run_ranks(
                 tmp_path_factory.mktemp("in-step"),
-                *("--workload", "tests.plugins:plain", "--compute", compute, "--max-lag", "0"),
+                *("--workload", "tests.plugins:plain", "--compute", compute, "--staleness", "0"),
                 *("--epochs", "2", *COMMON),
             )
             assert done.exit_code == 0, done.text
@@ -119,6 +119,7 @@ def in_step(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Done]:
     return run
 
 
+@share_jobs
 @pytest.mark.parametrize("compute", COMPUTE)
 def test_two_trainers_in_step_equal_one_process_on_the_joint_batch(
     in_step: Callable[..., Done], compute: str
@@ -130,6 +131,7 @@ def test_two_trainers_in_step_equal_one_process_on_the_joint_batch(
     assert_equal(done.model, expected)
 
 
+@share_jobs
 @pytest.mark.parametrize("compute", COMPUTE)
 def test_two_jobs_in_step_are_bit_for_bit_the_same(
     in_step: Callable[..., Done], compute: str
@@ -139,6 +141,7 @@ def test_two_jobs_in_step_are_bit_for_bit_the_same(
     assert_equal(first.model, second.model, within=0)
 
 
+@share_jobs
 def test_trainers_in_step_equal_distributed_data_parallel(
     in_step: Callable[..., Done], tmp_path: Path
 ) -> None:

@@ -12,6 +12,9 @@ import pytest
 
 from tests.jobs import ROOT
 
+NO_INSTALL = ("-o", ".venv/.run", "-o", ".venv/.dev")
+"""However old they are: a test changes no environment, which others may share."""
+
 
 def make(*args: str) -> str:
     done = subprocess.run(["make", *args], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -56,7 +59,7 @@ def test_the_doctor_looks_with_the_options_of_the_run() -> None:
 )
 def test_the_log_of_torchrun_lies_in_the_run_directory(args: list[str], run_dir: str) -> None:
     """With echo in the place of torchrun, so that the shell's part is run as well."""
-    text = make("train", "BIN=tests/bin", "WORLD=2", *args)
+    text = make(*NO_INSTALL, "train", "BIN=tests/bin", "WORLD=2", *args)
     assert f"--log-dir={run_dir}/torchrun launch.py --run-dir={run_dir} " in text
 
 
@@ -65,10 +68,12 @@ def test_a_second_call_installs_nothing() -> None:
     assert "pip install" not in make("-n", "test")
 
 
+@pytest.mark.slow
 @pytest.mark.torchrun
+@pytest.mark.timed
 def test_smoke_reaches_90_percent_within_40_s(tmp_path: Path) -> None:
     start = time.monotonic()
-    text = make("smoke", f"RUN_DIR={tmp_path / 'run'}")
+    text = make(*NO_INSTALL, "smoke", f"RUN_DIR={tmp_path / 'run'}")
     assert time.monotonic() - start < 40
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert (report["world_size"], report["workload"]) == (2, "digits")

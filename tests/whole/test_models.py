@@ -18,7 +18,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.jobs import Job
 from ps.model.passes import Passes
 from ps.protocol import Train
 from ps.workload import Workload, fetch
@@ -31,6 +30,7 @@ from tests.helpers import (
     train_all,
     train_alone,
 )
+from tests.jobs import Ranks
 from tests.plugins import Points, embedding, perceptron, some_digits
 
 pytestmark = pytest.mark.slow
@@ -390,16 +390,16 @@ class Footprint:
 
 def footprints(folder: Path, plugin: str) -> dict[int, Footprint]:
     """Of the ranks of a job in which the trainer computes."""
-    job = Job(
+    job = Ranks(
         folder,
         *("--workload", f"tests.plugins:{plugin}", "--compute", "trainer", "--link", "local"),
         *("--batch-size", "2", "--lr", "1e-9", "--threads", "1"),
         world_size=2,
     )
     seen = {rank: Footprint() for rank in (0, 1)}
-    while job.process.poll() is None:
-        with suppress(psutil.Error, OSError, KeyError):  # just forked, or just ended
-            for rank, process in job.ranks().items():
+    while job.is_running:
+        for rank, process in job.ranks().items():
+            with suppress(OSError, KeyError):  # just forked, or just ended
                 seen[rank].look(process)
         time.sleep(0.01)
     done = job.wait()
@@ -407,8 +407,6 @@ def footprints(folder: Path, plugin: str) -> dict[int, Footprint]:
     return seen
 
 
-@pytest.mark.slow
-@pytest.mark.torchrun
 def test_a_hundred_million_parameters_are_in_memory_once_on_each_side(tmp_path: Path) -> None:
     """What a trainer shares with the server, which is weights and gradients, is the trainer's."""
     weights = gradients = 4 * 100_000_000

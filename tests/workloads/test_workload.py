@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,12 +19,13 @@ from ps.settings.errors import ConfigError
 from ps.workload import Workload, fetch, once_per_host, share_by
 from ps.workloads.checks import check, load_plug_in, make_model, refuse_without_layout, try_out
 
+ROOT = Path(__file__).parents[2]
 GOOD_PLUG_IN = """
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from ps.workload import Workload
+from ps import Workload
 
 
 def build(config):
@@ -81,8 +82,9 @@ def workload_of(**parts: object) -> Workload:
 def refused(workload: object) -> str:
     with pytest.raises(ConfigError) as caught:
         check(workload, "--workload a:b")
-    assert caught.value.exit_code == 2
-    return str(caught.value)
+    message = str(caught.value)
+    assert message.startswith("--workload a:b")
+    return message
 
 
 @pytest.fixture
@@ -106,100 +108,61 @@ def plug_in(
 def load_refused(text: str) -> str:
     with pytest.raises(ConfigError) as caught:
         load_plug_in(text, Config(workload=text))
-    assert caught.value.exit_code == 2
     return str(caught.value)
 
 
-def test_a_plain_data_set_is_fetched_and_collated_sample_by_sample() -> None:
-    samples = Squares()
-    inputs, targets = fetch(samples, [3, 1, 2])
-    assert torch.equal(inputs, torch.tensor([[3, 3.5], [1, 1.5], [2, 2.5]]))
-    assert torch.equal(targets, torch.tensor([9, 1, 4]))
-    assert samples.asked == [3, 1, 2]
-
-
-def test_a_data_set_with_batch_is_asked_once_for_all() -> None:
-    samples = BatchedSquares()
-    inputs, targets = fetch(samples, [3, 1, 2])
-    assert torch.equal(inputs, torch.tensor([[3, 3.5], [1, 1.5], [2, 2.5]]))
-    assert torch.equal(targets, torch.tensor([9, 1, 4]))
-    assert (samples.batches, samples.asked) == ([[3, 1, 2]], [])
-
-
-@pytest.mark.parametrize("samples", [Squares(), BatchedSquares()])
-def test_a_range_of_indices_is_a_batch_too(samples: Squares) -> None:
-    inputs, targets = fetch(samples, range(2, 4))
-    assert (inputs.tolist(), targets.tolist()) == ([[2, 2.5], [3, 3.5]], [4, 9])
+@pytest.mark.parametrize("indices", [[3, 1, 2], range(2, 4)])
+def test_a_batch_is_collated_sample_by_sample_or_asked_for_at_once(indices: Sequence[int]) -> None:
+    plain, batched = Squares(), BatchedSquares()
+    for samples in (plain, batched):
+        inputs, targets = fetch(samples, indices)
+        assert inputs.tolist() == [[index, index + 0.5] for index in indices]
+        assert targets.tolist() == [index**2 for index in indices]
+    assert plain.asked == list(indices)
+    assert (batched.batches, batched.asked) == ([indices], [])
 
 
 def test_a_good_workload_passes() -> None:
     check(workload_of(), "--workload a:b")
     check(workload_of(train=Squares(), test=BatchedSquares()), "--workload a:b")
+    assert workload_of().channels_last is False
 
 
-def test_anything_but_a_workload_is_refused() -> None:
-    assert refused({"model": 1}) == (
-        "--workload a:b must return a ps.workload.Workload, got dict {'model': 1}"
-    )
-    assert refused(None) == ("--workload a:b must return a ps.workload.Workload, got NoneType None")
+@pytest.mark.parametrize(
+    "seen", [{"model": 1}, None, "x" * 1000, nn.Sequential(nn.Linear(2, 2), nn.ReLU())]
+)
+def test_anything_but_a_workload_is_refused_and_shown_in_one_short_line(seen: object) -> None:
+    before, _, shown = refused(seen).partition(", got ")
+    assert "ps.Workload" in before
+    assert shown.startswith(type(seen).__name__)
+    assert len(shown) <= 80
+    assert "\n" not in shown
 
 
-@pytest.mark.parametrize("part", ["model", "loss", "correct"])
-def test_a_part_that_cannot_be_called_is_refused_by_its_name(part: str) -> None:
-    message = f"--workload a:b: {part} must be callable, got int 3"
-    assert refused(workload_of(**{part: 3})) == message
+class Broken(Squares):
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        raise OSError("tape torn")
 
 
-@pytest.mark.parametrize("part", ["train", "test"])
-def test_a_data_set_without_a_length_is_refused_by_its_name(part: str) -> None:
-    assert refused(workload_of(**{part: 7})) == (
-        f"--workload a:b: {part} must be a map-style data set, got int 7"
-    )
-
-
-@pytest.mark.parametrize("part", ["train", "test"])
-def test_an_empty_data_set_is_refused_by_its_name(part: str) -> None:
-    assert refused(workload_of(**{part: []})) == (
-        f"--workload a:b: {part} must hold at least one sample, got none"
-    )
-
-
-@pytest.mark.parametrize("part", ["train", "test"])
-def test_a_data_set_that_cannot_be_read_is_refused_with_the_reason(part: str) -> None:
-    class Broken(Squares):
-        def __getitem__(self, index: int) -> tuple[Tensor, int]:
-            raise OSError("tape torn")
-
-    assert refused(workload_of(**{part: Broken()})) == (
-        f"--workload a:b: {part}: sample 0 gives no (input, target) pair: OSError: tape torn"
-    )
-
-
-@pytest.mark.parametrize("part", ["train", "test"])
-def test_samples_that_are_no_pairs_are_refused(part: str) -> None:
-    message = refused(workload_of(**{part: [(1.0, 2.0, 3.0)]}))
-    assert message.startswith(
-        f"--workload a:b: {part}: sample 0 gives no (input, target) pair: ValueError: too many"
-    )
-
-
-def test_a_pair_that_is_not_of_tensors_is_refused_as_seen() -> None:
-    assert refused(workload_of(test=[("text", 1)])) == (
-        "--workload a:b: test: sample 0 must be a pair of tensors, "
-        "got tuple ('text',) and Tensor tensor([1])"
-    )
-
-
-def test_what_was_seen_is_cut_short() -> None:
-    message = refused("x" * 1000)
-    assert message == "--workload a:b must return a ps.workload.Workload, got str '" + "x" * 75
-    assert len(message.partition(", got ")[2]) == 80
-
-
-def test_what_was_seen_is_told_in_one_line() -> None:
-    message = refused(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
-    assert message.startswith("--workload a:b must return a ps.workload.Workload, got Sequential ")
-    assert "\n" not in message
+@pytest.mark.parametrize(
+    ("parts", "value", "seen"),
+    [
+        (("model", "loss", "correct"), 3, "int 3"),
+        (("train", "test"), 7, "int 7"),
+        (("train", "test"), [], "none"),
+        (("train", "test"), Broken(), "OSError: tape torn"),
+        (("train", "test"), [(1.0, 2.0, 3.0)], "ValueError: too many"),
+        (("train", "test"), [("text", 1)], "tuple ('text',) and Tensor tensor([1])"),
+    ],
+    ids=["not-callable", "no-data-set", "empty", "broken", "triples", "text"],
+)
+def test_an_unusable_part_is_refused_by_its_name_and_as_seen(
+    parts: tuple[str, ...], value: object, seen: str
+) -> None:
+    for part in parts:
+        message = refused(workload_of(**{part: value}))
+        assert f": {part}" in message
+        assert seen in message
 
 
 def test_a_good_plug_in_is_called_with_the_config(plug_in: Callable[[str, str], None]) -> None:
@@ -211,45 +174,28 @@ def test_a_good_plug_in_is_called_with_the_config(plug_in: Callable[[str, str], 
     assert isinstance(workload.model(), nn.Linear)
 
 
-def test_a_plug_in_that_is_not_there_is_refused() -> None:
-    assert load_refused("no_such_plug_in:build") == (
-        "--workload no_such_plug_in:build: ModuleNotFoundError: No module named 'no_such_plug_in'"
-    )
-
-
-def test_a_plug_in_that_cannot_be_imported_is_refused(
-    plug_in: Callable[[str, str], None],
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (None, "ModuleNotFoundError"),
+        ("from math import no_such_name\n", "ImportError: cannot import name 'no_such_name'"),
+        ("def build(config:\n", "SyntaxError"),
+        ("def make(config): ...\n", "AttributeError"),
+        ("def build(config): return {}['cifar']\n", "KeyError: 'cifar'"),
+        ("def build(): ...\n", "TypeError"),
+        ("def build(config): return 'net'\n", "ps.Workload"),
+        (GOOD_PLUG_IN.replace("test=samples", "test=[]"), "test"),
+    ],
+    ids=["absent", "import", "syntax", "function", "raises", "config", "returns", "part"],
+)
+def test_an_unusable_plug_in_is_refused_by_its_name_with_the_reason(
+    plug_in: Callable[[str, str], None], text: str | None, reason: str
 ) -> None:
-    plug_in("importing_plug_in", "from math import no_such_name\n")
-    message = load_refused("importing_plug_in:build")
-    assert message.startswith(
-        "--workload importing_plug_in:build: ImportError: cannot import name 'no_such_name'"
-    )
-
-
-def test_a_plug_in_with_a_mistake_in_its_text_is_refused(
-    plug_in: Callable[[str, str], None],
-) -> None:
-    plug_in("torn_plug_in", "def build(config:\n")
-    message = load_refused("torn_plug_in:build")
-    assert message.startswith("--workload torn_plug_in:build: SyntaxError: '(' was never closed")
-
-
-def test_a_plug_in_without_that_function_is_refused(plug_in: Callable[[str, str], None]) -> None:
-    plug_in("other_plug_in", "def make(config): ...\n")
-    assert load_refused("other_plug_in:build") == (
-        "--workload other_plug_in:build: AttributeError: "
-        "module 'other_plug_in' has no attribute 'build'"
-    )
-
-
-def test_a_plug_in_that_raises_is_refused_with_what_it_raised(
-    plug_in: Callable[[str, str], None],
-) -> None:
-    plug_in("raising_plug_in", "def build(config): return {}['cifar']\n")
-    assert load_refused("raising_plug_in:build") == (
-        "--workload raising_plug_in:build: KeyError: 'cifar'"
-    )
+    if text is not None:
+        plug_in("bad_plug_in", text)
+    message = load_refused("bad_plug_in:build")
+    assert message.startswith("--workload bad_plug_in:build")
+    assert reason in message
 
 
 def test_a_plug_in_may_refuse_its_config_in_its_own_words(
@@ -260,46 +206,13 @@ def test_a_plug_in_may_refuse_its_config_in_its_own_words(
     assert load_refused("strict_plug_in:build") == "--batch-size must be even"
 
 
-def test_a_plug_in_that_returns_something_else_is_refused(
-    plug_in: Callable[[str, str], None],
-) -> None:
-    plug_in("wrong_plug_in", "def build(config): return 'net'\n")
-    assert load_refused("wrong_plug_in:build") == (
-        "--workload wrong_plug_in:build must return a ps.workload.Workload, got str 'net'"
-    )
-
-
-def test_a_plug_in_with_an_unusable_part_is_refused(plug_in: Callable[[str, str], None]) -> None:
-    plug_in("part_plug_in", GOOD_PLUG_IN.replace("test=samples", "test=[]"))
-    assert load_refused("part_plug_in:build") == (
-        "--workload part_plug_in:build: test must hold at least one sample, got none"
-    )
-
-
-def test_a_plug_in_that_takes_no_config_is_refused(plug_in: Callable[[str, str], None]) -> None:
-    plug_in("shy_plug_in", "def build(): ...\n")
-    assert load_refused("shy_plug_in:build") == (
-        "--workload shy_plug_in:build: TypeError: "
-        "build() takes 0 positional arguments but 1 was given"
-    )
-
-
-def test_the_weights_depend_on_the_seed_alone() -> None:
-    workload = workload_of(model=lambda: nn.Linear(20, 20))
-    torch.manual_seed(123)
-    first = make_model(workload, seed=5).state_dict()
-    torch.rand(7)
-    again = make_model(workload, seed=5).state_dict()
-    other = make_model(workload, seed=6).state_dict()
-    assert torch.equal(first["weight"], again["weight"])
-    assert not torch.equal(first["weight"], other["weight"])
-
-
 def test_the_weights_are_those_of_a_plain_script_with_that_seed() -> None:
+    workload = workload_of(model=lambda: nn.Linear(20, 20))
     torch.manual_seed(5)
-    plain = nn.Linear(20, 20)
-    made = make_model(workload_of(model=lambda: nn.Linear(20, 20)), seed=5)
-    assert torch.equal(made.state_dict()["weight"], plain.weight)
+    plain = nn.Linear(20, 20).weight
+    for seed in (5, 5, 6):
+        made = make_model(workload, seed).state_dict()["weight"]
+        assert torch.equal(made, plain) is (seed == 5)
 
 
 def test_the_untrained_model_is_in_training_mode() -> None:
@@ -307,19 +220,26 @@ def test_the_untrained_model_is_in_training_mode() -> None:
     assert made.training is True
 
 
-def test_a_model_that_is_no_module_is_refused_as_seen() -> None:
-    with pytest.raises(ConfigError) as caught:
-        make_model(workload_of(model=lambda: [1, 2]), seed=0)
-    assert str(caught.value) == ("workload tiny: model() must return an nn.Module, got list [1, 2]")
+def failing() -> nn.Module:
+    raise KeyError("cat")
 
 
 @pytest.mark.parametrize(
-    "model", [nn.ReLU, lambda: nn.Linear(2, 1).requires_grad_(False)], ids=["none", "frozen"]
+    ("model", "reason"),
+    [
+        (lambda: [1, 2], "nn.Module, got list [1, 2]"),
+        (failing, "KeyError: 'cat'"),
+        (nn.ReLU, "no parameter"),
+        (lambda: nn.Linear(2, 1).requires_grad_(False), "no parameter"),
+    ],
+    ids=["list", "raises", "none", "frozen"],
 )
-def test_a_model_with_nothing_to_train_is_refused(model: Callable[[], nn.Module]) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_a_model_that_cannot_be_trained_is_refused(
+    model: Callable[[], nn.Module], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match="workload tiny: ") as caught:
         make_model(workload_of(model=model), seed=0)
-    assert str(caught.value) == "workload tiny: the model has no parameter to train"
+    assert reason in str(caught.value)
 
 
 def test_a_model_that_is_partly_frozen_is_good() -> None:
@@ -364,36 +284,30 @@ def test_the_model_is_tried_out_in_the_precision_and_format_it_will_be_trained_i
             raise ValueError(f"autocast {torch.is_autocast_enabled('cpu')}")
 
     message = tried_out(Passes(bfloat16=True).run, model=lambda: Picky(2, 1))
-    assert message == (
-        "workload tiny: model raised ValueError: autocast True "
-        "(inputs float32 [1, 2], targets float32 [1])"
-    )
+    assert "model raised ValueError: autocast True" in message
 
 
+class Twice(nn.Linear):
+    def forward(self, inputs: Tensor) -> Any:
+        return ("first", "second")
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "seen"),
+    [
+        ("model", lambda: Twice(2, 1), "tuple ('first', 'second')"),
+        ("loss", lambda outputs, targets: torch.ones(2), "Tensor tensor([1., 1.])"),
+        ("loss", lambda outputs, targets: 1.5, "float 1.5"),
+        ("correct", lambda outputs, targets: 2, "int 2"),
+    ],
+)
 @pytest.mark.parametrize("bfloat16", [False, True])
-def test_a_model_that_gives_no_tensor_is_refused_as_seen(bfloat16: bool) -> None:
-    class Twice(nn.Linear):
-        def forward(self, inputs: Tensor) -> Any:
-            return ("first", "second")
-
-    assert tried_out(Passes(bfloat16=bfloat16).run, model=lambda: Twice(2, 1)) == (
-        "workload tiny: model must give a tensor, got tuple ('first', 'second')"
-    )
-
-
-def test_a_loss_that_is_no_scalar_is_refused_as_seen() -> None:
-    assert tried_out(loss=lambda outputs, targets: torch.ones(2)) == (
-        "workload tiny: loss must give a scalar tensor, got Tensor tensor([1., 1.])"
-    )
-    assert tried_out(loss=lambda outputs, targets: 1.5) == (
-        "workload tiny: loss must give a scalar tensor, got float 1.5"
-    )
-
-
-def test_a_count_of_right_samples_beyond_the_batch_is_refused() -> None:
-    assert tried_out(correct=lambda outputs, targets: 2) == (
-        "workload tiny: correct must give 0 or 1 for one sample, got int 2"
-    )
+def test_a_part_that_returns_something_else_is_refused_as_seen(
+    part: str, value: object, seen: str, bfloat16: bool
+) -> None:
+    message = tried_out(Passes(bfloat16=bfloat16).run, **{part: value})
+    assert message.startswith(f"workload tiny: {part} ")
+    assert message.endswith(seen)
 
 
 @pytest.mark.parametrize("part", ["loss", "correct"])
@@ -402,55 +316,69 @@ def test_a_part_that_raises_is_named_with_what_it_was_given(part: str) -> None:
         raise KeyError("cat")
 
     parts: dict[str, Any] = {part: broken}
-    assert tried_out(**parts) == (
-        f"workload tiny: {part} raised KeyError: 'cat' (inputs float32 [1, 2], targets float32 [1])"
-    )
+    message = tried_out(**parts)
+    assert message.startswith(f"workload tiny: {part} raised KeyError: 'cat'")
+    assert message.endswith("(inputs float32 [1, 2], targets float32 [1])")
 
 
-def embedding(*, sparse: bool) -> nn.Module:
-    return nn.Sequential(nn.Linear(2, 2), nn.Embedding(5, 2, sparse=sparse))
-
-
-def test_a_layer_with_sparse_gradients_is_refused_by_its_name() -> None:
-    with pytest.raises(ConfigError) as caught:
-        refuse_without_layout(workload_of(), embedding(sparse=True))
-    assert str(caught.value) == (
-        "workload tiny: Embedding 1 makes sparse gradients, and --compute trainer takes dense ones "
-        "alone; make it with sparse=False, or type --compute server"
-    )
-    refuse_without_layout(workload_of(), embedding(sparse=False))
+@pytest.mark.parametrize(
+    ("layer", "words"),
+    [
+        (nn.Embedding(5, 2, sparse=False), ()),
+        (nn.Embedding(5, 2, sparse=True), ("Embedding 1", "sparse=False", "--compute server")),
+        (nn.LazyLinear(2), ("1.weight", "lazy", "--compute server")),
+    ],
+    ids=["dense", "sparse", "lazy"],
+)
+def test_a_layer_that_cannot_be_in_one_buffer_is_refused_by_its_name(
+    layer: nn.Module, words: tuple[str, ...]
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), layer)
+    message = ""
+    try:
+        refuse_without_layout(workload_of(), model)
+    except ConfigError as error:
+        message = str(error)
+    assert bool(message) is bool(words)
+    assert all(word in message for word in words)
 
 
 def make_tensors() -> list[Tensor]:
     return [torch.ones(2), torch.zeros(3, dtype=torch.uint8)]
 
 
-def test_without_other_ranks_shared_tensors_are_made_here() -> None:
-    first, second = once_per_host("mine", make_tensors)
-    assert (first.tolist(), second.tolist()) == ([1.0, 1.0], [0, 0, 0])
-
-
-def test_shared_tensors_come_from_where_the_process_was_told(
-    monkeypatch: pytest.MonkeyPatch,
+def test_shared_tensors_are_made_here_unless_the_process_has_another_source(
+    request: pytest.FixtureRequest,
 ) -> None:
-    monkeypatch.setattr("ps.workload._share", None)  # is put back after the test
     asked: list[str] = []
 
     def share(name: str, make: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
         asked.append(name)
         return [tensor + 1 for tensor in make()]
 
+    request.addfinalizer(lambda: share_by(None))
+    assert [made.tolist() for made in once_per_host("mine", make_tensors)] == [[1, 1], [0, 0, 0]]
     share_by(share)
-    first, second = once_per_host("mine", make_tensors)
-    assert (first.tolist(), second.tolist()) == ([2.0, 2.0], [1, 1, 1])
+    assert [made.tolist() for made in once_per_host("mine", make_tensors)] == [[2, 2], [1, 1, 1]]
     assert asked == ["mine"]
 
 
-def test_a_plug_in_gets_channels_last_only_if_it_says_so() -> None:
-    assert workload_of().channels_last is False
-    assert workload_of(channels_last=True).channels_last is True
-
-
-def test_a_workload_never_changes() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        workload_of().name = "other"  # type: ignore[misc]
+@pytest.mark.slow
+def test_names_that_need_no_torch_do_not_load_it() -> None:
+    program = """
+import sys
+import launch, ps
+assert ps.Config and ps.ConfigError
+assert "torch" not in sys.modules, "torch was loaded"
+assert ps.Workload and ps.once_per_host
+assert "torch" in sys.modules
+try:
+    ps.workloed
+except AttributeError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert "'workloed'" in done.stdout
