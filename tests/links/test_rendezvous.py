@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 
+from ps.host.signals import Signals
+from ps.host.watch import Watch
+from ps.job.trainer_process import run_trainer
 from ps.links.rendezvous import Rendezvous
+from ps.settings.config import Config
 from ps.settings.errors import LaunchError, Orphaned
 from ps.settings.topology import Topology
 from tests.helpers import free_port, run_threads, topology_of
@@ -89,6 +97,34 @@ def test_a_shorter_time_than_others_wait_changes_nothing() -> None:
     server.extend(0.1)
     threading.Timer(0.4, server.announce, ("digits",)).start()
     assert trainer.announced(5.0) == "digits"
+
+
+@pytest.fixture
+def as_many_threads_as_before() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_trainer_waits_at_the_barrier_as_long_as_the_announced_options_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_many_threads_as_before: None
+) -> None:
+    """They may come from the run that is resumed, and are not what was typed here."""
+
+    class Arrived(Exception):
+        pass
+
+    def barrier(self: Rendezvous, identity: str, timeout_s: float) -> None:
+        raise Arrived(timeout_s)
+
+    port = free_port()
+    config = Config(workload="tests.plugins:plain", start_timeout=900.0).to_json()
+    server = Rendezvous(topology_of(0, 2, port), 5.0)
+    announced = {"config": config, "invitation": {}, "shelf": None, "run_dir": str(tmp_path)}
+    server.announce(json.dumps(announced))
+    monkeypatch.setattr(Rendezvous, "barrier", barrier)
+    with pytest.raises(Arrived, match="900"):
+        run_trainer(topology_of(1, 2, port), Config(start_timeout=120.0), Watch(Signals()))
 
 
 def test_what_is_found_while_others_are_waited_for_breaks_off() -> None:

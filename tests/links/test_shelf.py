@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from ps import workload
+from ps.links.channel import Listener
 from ps.links.memory import Memory
 from ps.links.shelf import Shelf, take_from
+from ps.settings.errors import LaunchError, PeerLost
 from ps.workload import once_per_host
 from tests.jobs import ROOT
 
@@ -24,6 +26,7 @@ import json, re, sys
 import torch
 from ps.links.channel import Address
 from ps.links.shelf import take_from
+from ps.settings.errors import LaunchError, PeerLost
 from ps.workload import once_per_host
 
 def never():
@@ -81,7 +84,7 @@ def test_a_wrong_key_gets_nothing() -> None:
     once_per_host("items", make)
     wrong = type(shelf.address)(shelf.address.name, "00" * 32)
     take_from(wrong, 5.0)
-    with pytest.raises(Exception, match="no connection to rank 0: digest"):
+    with pytest.raises(LaunchError, match="digest"):
         once_per_host("items", make)
 
 
@@ -95,8 +98,16 @@ def test_without_memory_for_it_each_rank_makes_its_own_and_it_is_said(
     shelf = Shelf()
     shelf.open()
     assert once_per_host("items", make)[1].tolist() == [0.0, 1.0, 2.0]
-    assert warnings.messages == [
-        "each rank holds its own copy of the data: No space left on device"
-    ]
+    [line] = warnings.messages
+    assert "No space left on device" in line
     take_from(shelf.address, 5.0)
     assert once_per_host("items", lambda: [torch.zeros(1)])[0].tolist() == [0.0]
+
+
+def test_a_server_that_goes_before_the_data_came_is_lost() -> None:
+    listener = Listener(lambda channel: channel.receive())  # and no more
+    listener.open()
+    take_from(listener.address, 5.0)
+    with pytest.raises(PeerLost, match=r"server .*: .*\w"):
+        once_per_host("items", make)
+    listener.close()
