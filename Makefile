@@ -26,7 +26,7 @@ LAUNCH = run_dir='$(RUN_DIR)'; before=; \
 	--nproc_per_node=$(1) --max-restarts=$(RESTARTS) --log-dir="$$run_dir/torchrun" launch.py --run-dir="$$run_dir"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train smoke doctor test test-fast fmt lint types check bench bench-quick faults clean
+.PHONY: help setup train smoke doctor test test-fast coverage mutants fmt lint types check bench bench-quick faults clean
 
 help: ## print this
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | awk -F '\t' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -48,6 +48,16 @@ test: $(VENV)/.dev ## run all tests
 	@$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not timed"
 	@$(BIN)/python -m pytest -m timed
 
+coverage: $(VENV)/.dev ## run all tests, and print which lines and branches of ps none has run
+	@$(BIN)/coverage erase
+	-@$(BIN)/coverage run -m pytest -n 2 --dist loadgroup -m "not timed"
+	-@$(BIN)/coverage run -m pytest -m timed
+	@$(BIN)/coverage combine --quiet
+	@$(BIN)/coverage report
+
+mutants: $(VENV)/.dev ## change the pure parts in small ways, and show what their fast tests let pass
+	@$(BIN)/python -m tests.mutants
+
 test-fast: $(VENV)/.dev ## run the tests that start no job
 	@$(BIN)/python -m pytest -n 2 -m "not slow"
 
@@ -58,7 +68,7 @@ fmt: $(VENV)/.dev ## format the code
 lint: $(VENV)/.dev ## check format, lint and the arrows between the rooms
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
-	@$(BIN)/lint-imports --no-cache | tail -n 1
+	@found=$$($(BIN)/lint-imports --no-cache) || { echo "$$found"; exit 1; }
 
 types: $(VENV)/.dev ## check types
 	@$(BIN)/mypy
@@ -78,7 +88,7 @@ faults: $(VENV)/.run ## let every fault happen to real jobs, and see what become
 	@$(BIN)/python -m benchmarks.faults
 
 clean: ## remove .venv and caches; data and runs stay
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis mutants .coverage*
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 $(VENV)/bin/pip:

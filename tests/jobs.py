@@ -45,13 +45,14 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """What torchrun tells a rank, where rank 0 is to serve the store."""
+    """What torchrun gives a rank, where rank 0 is to serve the store."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": f"{os.getpid()}-{port}",
     }
 
 

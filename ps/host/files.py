@@ -62,7 +62,7 @@ def partial_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Write to the yielded path; at the end it takes the place of `path` in one step."""
+    """Write to the yielded path; at the end that file replaces `path` in one step."""
     with partial_file(path) as partial:
         yield partial
         os.replace(partial, path)
@@ -150,14 +150,14 @@ def _content(handle: int) -> bytes:
 
 
 def _put(path: Path, content: bytes, handle: int | None) -> bool:
-    """Whether it took the place of the open file; not if another one has done so before."""
+    """Whether the content replaced the open file; not if another writer has done so before."""
     with partial_file(path) as partial:
         _write_synced(partial, content)
         if not _is_at(handle, path):
             return False
         if handle is None:
             try:
-                os.link(partial, path)  # unlike a rename, this takes no other file's place
+                os.link(partial, path)  # unlike a rename, this replaces no file of another writer
             except FileExistsError:
                 return False
         else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -59,11 +59,10 @@ class Checkpoints:
         with partial_file(self.folder / "checkpoint") as partial:
             digest = _write({"format": FORMAT, **state}, partial)
             older = list_checkpoints(self._run_dir)  # paths() hides a folder that cannot be listed
-            sequence = sequence_of(older[-1]) + 1 if older else 1
-            path = self.folder / f"{sequence:06}-update-{version}-{digest}.pt"
+            path = self.folder / name_after(older, version, digest)
             os.replace(partial, path)
         sync_directory(self.folder)
-        for old in older[: max(0, len(older) + 1 - self._keep)]:
+        for old in expired(older, self._keep):
             with suppress(OSError):
                 old.unlink()
         return path
@@ -92,6 +91,17 @@ class Checkpoints:
         return None
 
 
+def name_after(older: Sequence[Path], version: int, digest: str) -> str:
+    """The name of the next checkpoint; older are those that are there, the newest of them last."""
+    sequence = sequence_of(older[-1]) + 1 if older else 1
+    return f"{sequence:06}-update-{version}-{digest}.pt"
+
+
+def expired(older: Sequence[Path], keep: int) -> Sequence[Path]:
+    """Those to remove once one more than the older ones is there, and `keep` are to stay."""
+    return older[: max(0, len(older) + 1 - keep)]
+
+
 def read(path: Path) -> Content:
     """The content of one; only tensors and plain values are loaded.
 
@@ -104,7 +114,9 @@ def read(path: Path) -> Content:
             while block := file.read(READ_BYTES):
                 digest.update(block)
             if not path.stem.endswith(digest.hexdigest()[:DIGEST_LENGTH]):
-                raise CheckpointUnusable("it is damaged: its content does not fit its name")
+                raise CheckpointUnusable(
+                    "it is damaged: its content does not have the checksum in its name"
+                )
             file.seek(0)
             state: Content = torch.load(file, map_location="cpu", weights_only=True)
     except CheckpointUnusable:

@@ -58,8 +58,8 @@ def _is_orphan(process: Process, by_pid: Mapping[int, Process]) -> bool:
 def leftover_files(config: Config, now: float) -> Judgement:
     """now is of the clock of the files.
 
-    A file that was written to lately may be in use, and does not count: nothing takes longer than
-    to fetch a data set.
+    A file that was written to lately may be in use and is not counted: the longest write is a
+    data set that is fetched.
     """
     run_dirs = {path.resolve() for path in (PARENT, *PARENT.glob("*"), config.run_dir or PARENT)}
     found = {

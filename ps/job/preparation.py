@@ -26,7 +26,7 @@ class Prepared:
     started_at: float
     """Seconds of the monotonic clock."""
     gate: Gate
-    """Still closed; to be opened when nothing can be found wrong any more."""
+    """Still closed; to be opened once options, plug-in and data have been checked."""
     run_dir: RunDirectory
     job: str | None
     """A name that all attempts of this job have in common, and no other job has."""
@@ -42,7 +42,7 @@ class Prepared:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the run goes on in the folder that it goes on from."""
+        """Whether the run continues in the folder of the run that it continues."""
         source = self.resume_from
         return source is not None and source.resolve() == self.run_dir.path.resolve()
 

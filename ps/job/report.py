@@ -1,7 +1,7 @@
 """report.json: what it says, and which of several ranks writes it. Loads no torch.
 
 The server writes it at the start, with the status "running", and at the end. If the server cannot,
-the first rank that finds out why writes the end in its place.
+the first rank that knows why writes the end for it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ps.host.stacks import stacks_path
 from ps.job.rundir import REPORT, from_json, to_json
 from ps.settings.config import Config
 from ps.settings.log import log
-from ps.settings.topology import Topology, role_of
+from ps.settings.topology import SERVER_RANK, Topology, role_of
 
 RUNNING = "running"
 LOCK_TIMEOUT_S = 1.0
@@ -71,7 +71,7 @@ def head_of(
 def earlier_attempts(report: Mapping[str, Any]) -> list[Report]:
     """How the attempts before this one ended, from the report that the last of them has left.
 
-    An attempt that was killed as a whole has left no cause.
+    An attempt whose ranks were all killed has left no cause.
     """
     kept = ("attempt", "exit_code", "cause", "updates")
     last = [{key: report.get(key) for key in kept}] if report else []
@@ -153,15 +153,17 @@ def report_without_server(
     *,
     timeout_s: float = LOCK_TIMEOUT_S,
 ) -> None:
-    """Report and last line where the server cannot tell them, unless somebody has already.
+    """Write the report and the last line for a server that cannot, unless that was done already.
 
-    From any rank, several at once: one of them writes. Blocks for the disk, and before that for
-    timeout_s if another rank is writing.
+    Several ranks may call this at once: one of them writes. Blocks for the disk, and before that
+    for timeout_s if another rank is writing.
     """
 
     def change(content: bytes | None) -> bytes | None:
         report = from_json(content)
-        if report.get("status", RUNNING) != RUNNING:
+        if report.get("status", RUNNING) != RUNNING or _is_of_another_server(
+            report, finding, facts
+        ):
             return None
         failure = {**failure_of(finding.rank, run_dir), "process": dict(facts)}
         ended = {"status": "failed", "exit_code": finding.exit_code, "cause": finding.cause}
@@ -176,6 +178,14 @@ def report_without_server(
     except OSError as error:
         seen = f"the report could not be written: {error.strerror}"
     log.error("failed: %s; %s", finding.cause, seen)
+
+
+def _is_of_another_server(
+    report: Mapping[str, Any], finding: Finding, facts: Mapping[str, Any]
+) -> bool:
+    """Whether a later attempt has begun, as far as the finding is of a server with a known pid."""
+    pids = {known["pid"] for known in (report, facts) if "pid" in known}
+    return finding.rank == SERVER_RANK and len(pids) > 1
 
 
 def _update(

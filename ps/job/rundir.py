@@ -85,7 +85,7 @@ class RunDirectory:
         remove_empty(self._created)
 
     def close(self) -> None:
-        """Let another run write there. A process that ends does so too."""
+        """Allow another run to write there. The end of this process does so too."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -231,7 +231,7 @@ def is_final(exit_code: int) -> bool:
 
 
 def refuse_if_final(error_file: str | None, exit_code: int) -> None:
-    """Leave it in torchrun's log of this job that no further attempt makes sense, if none does.
+    """Note in torchrun's log of this job that no further attempt makes sense, if none does.
 
     For rank 0, which alone knows how the job ends.
     """
@@ -241,7 +241,7 @@ def refuse_if_final(error_file: str | None, exit_code: int) -> None:
 
 
 def refused(error_file: str | None) -> int | None:
-    """The exit code of an earlier attempt that refused."""
+    """The exit code of an earlier attempt after which no further one makes sense."""
     if error_file is None:
         return None
     try:
@@ -266,7 +266,7 @@ def _unusable(option: str, path: Path, error: OSError) -> ConfigError:
 
 
 def _own(path: Path) -> int:
-    """Be the one process that writes there, until it ends; what killed ones left goes.
+    """Lock the folder for this process until it ends, and remove what killed ones left there.
 
     The lock is on the folder itself, so that no file is left.
     """

@@ -15,7 +15,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError  # noqa: TID251
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge  # noqa: TID251
@@ -47,34 +47,35 @@ class Channel:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        # What sends holds a handle of its own: another thread may close the channel meanwhile.
+        self._socket = socket.socket(fileno=os.dup(connection.fileno()))
 
     def limit(self, timeout_s: float | None) -> None:
         """What is sent or received raises BlockingIOError after that; None for never."""
         micros = math.ceil((timeout_s or 0) * 1e6)
         bound = struct.pack("ll", *divmod(micros, 10**6))
-        with socket.socket(fileno=os.dup(self._connection.fileno())) as same:
-            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-                same.setsockopt(socket.SOL_SOCKET, option, bound)
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            self._socket.setsockopt(socket.SOL_SOCKET, option, bound)
 
     def send(self, message: Any) -> None:
-        self._connection.send_bytes(encode(message))
+        self.send_rest(self.send_what_fits(message))
 
     def send_what_fits(self, message: Any) -> memoryview:
-        """Does not block. Gives what did not fit, which send_bytes() then sends."""
+        """Does not block. Gives what did not fit, which send_rest() must send before anything else
+        is sent."""
         content = encode(message)
-        framed = memoryview(_frame(len(content)) + content)
-        with socket.socket(fileno=os.dup(self._connection.fileno())) as same:
-            while framed:
-                try:
-                    framed = framed[same.send(framed, socket.MSG_DONTWAIT) :]
-                except BlockingIOError:
-                    break
-        return framed
+        header = _header(len(content))
+        try:
+            sent = self._socket.sendmsg([header, content], [], socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            sent = 0
+        if sent < len(header):
+            return memoryview(header + content)[sent:]
+        return memoryview(content)[sent - len(header) :]
 
-    def send_bytes(self, content: memoryview) -> None:
-        """As they are: what send_what_fits() gave."""
-        with socket.socket(fileno=os.dup(self._connection.fileno())) as same:
-            same.sendall(content)
+    def send_rest(self, rest: memoryview) -> None:
+        """What send_what_fits() gave."""
+        self._socket.sendall(rest)
 
     def receive(self) -> Any:
         return decode(self._connection.recv_bytes())
@@ -87,15 +88,20 @@ class Channel:
         return Memory(recv_handle(self._connection))
 
     def close(self) -> None:
+        self._socket.close()
         self._connection.close()
 
 
 class Listener:
     """Takes calls, each in a daemon thread of its own."""
 
-    def __init__(self, serve: Callable[[Channel], None]) -> None:
-        """serve is called with each channel, and may raise EOFError or OSError at its end."""
+    def __init__(self, serve: Callable[[Channel], None], user: int | None = None) -> None:
+        """serve is called with each channel, and may raise EOFError or OSError at its end.
+
+        user is the id of the one user who is let in: by default that of this process.
+        """
         self._serve = serve
+        self._user = os.getuid() if user is None else user
         self._key = secrets.token_bytes(KEY_BYTES)
         name = f"parameter-server-{secrets.token_hex(8)}"
         self.address = Address(name, self._key.hex())
@@ -119,7 +125,7 @@ class Listener:
                 accepted, _ = self._listener.accept()
             except OSError:  # closed
                 return
-            if user_of(accepted) != os.getuid():
+            if user_of(accepted) != self._user:
                 accepted.close()
                 continue
             connection = Connection(accepted.detach())
@@ -132,39 +138,44 @@ class Listener:
         try:
             deliver_challenge(connection, self._key)
             answer_challenge(connection, self._key)
-            self._serve(Channel(connection))
+            with closing(Channel(connection)) as channel:
+                self._serve(channel)
         except (OSError, EOFError, AuthenticationError):
             pass
         finally:
             connection.close()
 
 
-def _frame(num_bytes: int) -> bytes:
-    """What a multiprocessing Connection sends before a message of so many bytes."""
+def _header(num_bytes: int) -> bytes:
+    """What a multiprocessing Connection expects before a message of so many bytes."""
     if num_bytes <= 0x7FFFFFFF:
         return struct.pack("!i", num_bytes)
     return struct.pack("!iQ", -1, num_bytes)
 
 
-def connect(address: Address, timeout_s: float) -> Channel:
+def connect(address: Address, timeout_s: float, user: int | None = None) -> Channel:
     """Call. What is sent or received later raises BlockingIOError after timeout_s, see limit().
+
+    user is the id of the one user who may answer: by default that of this process.
 
     Raises:
         LaunchError: nobody answers, or not with the same key.
     """
     caller = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection = Connection(caller.detach())
+    connection = Connection(os.dup(caller.fileno()))
     channel = Channel(connection)
     channel.limit(timeout_s)
     try:
-        with socket.socket(fileno=os.dup(connection.fileno())) as same:
-            same.connect(f"\0{address.name}")
-            if user_of(same) != os.getuid():
+        with caller:
+            caller.connect(f"\0{address.name}")
+            if user_of(caller) != (os.getuid() if user is None else user):
                 raise AuthenticationError("another user answers there")
         answer_challenge(connection, bytes.fromhex(address.key))
         deliver_challenge(connection, bytes.fromhex(address.key))
     except (OSError, EOFError, AuthenticationError) as error:
-        connection.close()
+        channel.close()
         reason = str(error) or type(error).__name__
+        if isinstance(error, BlockingIOError):
+            reason = f"it gave no answer in {timeout_s:.0f} s (--start-timeout)"
         raise LaunchError(f"no connection to rank 0: {reason}") from None
     return channel

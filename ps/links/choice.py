@@ -9,7 +9,7 @@ from ps.links.channel import Address
 from ps.links.in_process import InProcessServer
 from ps.links.local import LocalLink, LocalServer, SharedMailbox, unavailable_reason
 from ps.links.rendezvous import Rendezvous
-from ps.links.rpc import RpcLink, RpcServer, check_rpc
+from ps.links.rpc import RpcGroup, RpcLink, RpcServer, check_rpc
 from ps.model.flat import FlatModel
 from ps.model.mailbox import Mailbox, private_mailbox
 from ps.protocol import Server, Service
@@ -104,6 +104,7 @@ def connect(invitation: Mapping[str, str], rendezvous: Rendezvous, config: Confi
         LaunchError: the server cannot be reached.
     """
     if invitation["link"] == "rpc":
-        return RpcLink(rendezvous, config)
+        check_rpc()
+        return RpcLink(RpcGroup(rendezvous, config))
     address = Address(invitation["name"], invitation["key"])
     return LocalLink(address, rendezvous.topology.rank, config.start_timeout, config.rpc_timeout_s)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -81,7 +81,7 @@ class LocalServer:
         try:
             while True:
                 method, args = channel.receive()
-                if method == _OPEN_MAILBOX:
+                if method == OPEN_MAILBOX:
                     self._mailboxes[trainer].hand_over(channel)
                 else:
                     self._answer(channel, method, args)
@@ -99,7 +99,8 @@ class LocalServer:
             answered.add_done_callback(lambda future: _send_apart(channel, future.value()))
 
 
-_OPEN_MAILBOX = "open mailbox"  # the one call that is the link's own
+OPEN_MAILBOX = "open_mailbox"
+"""The one call that is the link's own."""
 
 
 def _send_apart(channel: Channel, message: Any) -> None:
@@ -107,7 +108,7 @@ def _send_apart(channel: Channel, message: Any) -> None:
 
     def send_rest() -> None:
         with suppress(OSError):
-            channel.send_bytes(rest)
+            channel.send_rest(rest)
 
     with suppress(OSError):  # the thread that reads from this trainer sees the same
         rest = channel.send_what_fits(message)
@@ -137,11 +138,9 @@ class LocalLink(RemoteCalls):
 
     def open_mailbox(self, flat: FlatModel) -> Mailbox:
         """The one that the server has for this trainer."""
-        try:
-            self._channel.send((_OPEN_MAILBOX, ()))
+        with self._asking(OPEN_MAILBOX):
+            self._channel.send((OPEN_MAILBOX, ()))
             parts = [self._channel.receive_memory() for _ in range(2)]
-        except (OSError, EOFError, RuntimeError) as error:
-            raise PeerLost(f"lost the server before the mailbox came: {error}") from None
         mailbox = Mailbox(*(part.bytes() for part in parts))
         for part in parts:
             part.close()
@@ -151,13 +150,19 @@ class LocalLink(RemoteCalls):
         self._channel.close()
 
     def _call(self, method: str, *args: Any) -> Any:
-        try:
+        with self._asking(method):
             self._channel.send((method, args))
             answered = self._channel.receive()
+        return value(method, answered)
+
+    @contextmanager
+    def _asking(self, method: str) -> Iterator[None]:
+        """What goes wrong on the way is PeerLost, and names the call."""
+        try:
+            yield
         except BlockingIOError:
             limit = f"{self._timeout_s or 0:.0f} s (--rpc-timeout)"
             raise PeerLost(f"{method} got no answer from the server in {limit}") from None
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, RuntimeError) as error:  # the last if no memory came
             what = str(error) or type(error).__name__
             raise PeerLost(f"lost the server during {method}: {what}") from None
-        return value(method, answered)

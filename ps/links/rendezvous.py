@@ -32,7 +32,12 @@ class Rendezvous:
     """
 
     def __init__(
-        self, topology: Topology, timeout_s: float, check: Callable[[], None] = lambda: None
+        self,
+        topology: Topology,
+        timeout_s: float,
+        check: Callable[[], None] = lambda: None,
+        *,
+        remind_interval_s: float = REMIND_INTERVAL_S,
     ) -> None:
         """Connects. Blocks until rank 0 or torchrun serves the store, for timeout_s at most.
 
@@ -43,9 +48,11 @@ class Rendezvous:
         """
         self.topology = topology
         self._check = check
+        self._remind_interval_s = remind_interval_s
         _stay_on_loopback()
         self.store = dist.PrefixStore(
-            f"attempt-{topology.restart_count}", _connect(topology, timeout_s)
+            f"attempt-{topology.restart_count}",
+            _connect(topology, timeout_s, remind_interval_s),
         )
 
     def extend(self, timeout_s: float) -> None:
@@ -77,7 +84,7 @@ class Rendezvous:
             LaunchError: some did not within timeout_s; they are named.
         """
         self.store.set(_arrived(self.topology.rank), identity)
-        self._wait(self._missing, "to arrive", _Reminder(timeout_s, REMIND_INTERVAL_S))
+        self._wait(self._missing, "to arrive", _Reminder(timeout_s, self._remind_interval_s))
 
     def identity_of(self, rank: int) -> str:
         """What that rank brought to barrier(). Once all have passed it."""
@@ -147,7 +154,7 @@ def _stay_on_loopback() -> None:
         os.environ.setdefault(variable, interface)  # noqa: TID251
 
 
-def _connect(topology: Topology, timeout_s: float) -> dist.Store:
+def _connect(topology: Topology, timeout_s: float, remind_interval_s: float) -> dist.Store:
     address = (topology.master_addr, topology.master_port)
     options: dict[str, Any] = {
         "world_size": topology.world_size,
@@ -163,7 +170,7 @@ def _connect(topology: Topology, timeout_s: float) -> dist.Store:
         if topology.agent_hosts_store:
             require_torchrun(topology)
         else:
-            _wait_for_listener(address, timeout_s)
+            _wait_for_listener(address, timeout_s, remind_interval_s)
         return dist.TCPStore(*address, is_master=False, **options)
     except (OSError, dist.DistNetworkError) as error:
         where = f"{address[0]}:{address[1]}"
@@ -187,9 +194,11 @@ def require_torchrun(topology: Topology) -> None:
         pass
 
 
-def _wait_for_listener(address: tuple[str, int], timeout_s: float) -> None:
+def _wait_for_listener(
+    address: tuple[str, int], timeout_s: float, remind_interval_s: float
+) -> None:
     """The store's own connect prints a C++ stack for every try that fails."""
-    remind = _Reminder(timeout_s, REMIND_INTERVAL_S)
+    remind = _Reminder(timeout_s, remind_interval_s)
     while True:
         try:
             socket.create_connection(address, timeout=timeout_s).close()

@@ -32,7 +32,7 @@ except ImportError:  # builds without RPC fail in several ways here
     rpc = None  # type: ignore[assignment]
 
 SCHEME = "parameter-server"
-CLOSE_BOUND_S = 5.0
+CLOSE_TIMEOUT_S = 5.0
 THREAD = "rpc"
 """Name of the threads that torch's own calls may hang in."""
 
@@ -54,8 +54,12 @@ class RpcGroup:
     Trainers call the server, never each other.
     """
 
-    def __init__(self, rendezvous: Rendezvous, config: Config) -> None:
+    def __init__(
+        self, rendezvous: Rendezvous, config: Config, num_threads: int | None = None
+    ) -> None:
         """Joins; blocks until all ranks have, for config.start_timeout at most.
+
+        num_threads is how many answer calls: by default as many as there can be calls at once.
 
         Raises:
             LaunchError: that did not happen.
@@ -65,7 +69,7 @@ class RpcGroup:
             SCHEME, lambda url, **_: iter([(rendezvous.store, topology.rank, topology.world_size)])
         )
         options = rpc.TensorPipeRpcBackendOptions(
-            num_worker_threads=_num_threads(topology),
+            num_worker_threads=num_threads or _num_threads(topology),
             rpc_timeout=config.rpc_timeout_s or WEEK_S,  # 0 would break the start off
             init_method=f"{SCHEME}://",
             _transports=["uv"],  # the default, shm, polls: an idle process takes a whole core
@@ -89,16 +93,14 @@ class RpcGroup:
             except Exception as error:
                 raise LaunchError(f"RPC did not start: {first_line(error)}") from None
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Leave together with all others; a warning tells if that did not work in time.
 
         For when everybody is there to leave. A process that does not close must end by
         os._exit, as a normal exit aborts on running threads.
         """
         try:
-            call_with_timeout(
-                2 * CLOSE_BOUND_S, lambda: rpc.shutdown(timeout=CLOSE_BOUND_S), THREAD
-            )
+            call_with_timeout(2 * timeout_s, lambda: rpc.shutdown(timeout=timeout_s), THREAD)
         except Exception as error:
             log.warning("RPC did not close: %s", first_line(error))
 
@@ -196,9 +198,9 @@ if rpc is not None and rpc.is_available():
 class RpcLink(RemoteCalls):
     """The server, called over RPC (see choice.Link)."""
 
-    def __init__(self, rendezvous: Rendezvous, config: Config) -> None:
-        check_rpc()
-        self._group = RpcGroup(rendezvous, config)
+    def __init__(self, group: RpcGroup) -> None:
+        """Owns the group, which is closed with it."""
+        self._group = group
         self._flat: FlatModel | None = None
         self._mailbox: Mailbox | None = None
 

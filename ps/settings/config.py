@@ -379,4 +379,5 @@ def parse_args(argv: Sequence[str], inherited: Mapping[str, Any] | None = None) 
     try:
         return Config(**values)
     except ConfigError as error:
-        raise ConfigError(f"{error} (of the run that is continued, unless typed)") from None
+        hint = "what is not typed is taken from the run that is continued"
+        raise ConfigError(f"{error} ({hint})") from None

@@ -226,21 +226,29 @@ def test_a_server_that_could_not_run_itself_is_the_cause(tmp_path: Path) -> None
     assert job.look() == [0, 1]
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_memory_is_judged_where_the_host_tells_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: bool
+@pytest.mark.parametrize(
+    ("is_known", "limit_mib", "exit_codes"), [(True, 1, [6]), (True, 5.4, [0]), (False, 1, [])]
+)
+def test_memory_is_judged_where_that_of_the_host_is_known(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_known: bool,
+    limit_mib: float,
+    exit_codes: list[int],
 ) -> None:
     def available() -> int:
-        if not told:
+        if not is_known:
             raise FileNotFoundError("/proc/meminfo")
         return 700 * MIB
 
     monkeypatch.setattr(resources, "available_memory_bytes", available)
     monkeypatch.setattr(resources, "shared_memory_bytes", lambda: 2 * MIB)
-    job = Job(tmp_path, memory_limit_bytes=MIB)
-    assert job.look() == ([0] if told else [])
-    expected = {"used_bytes": 5 * MIB, "free_bytes": -4 * MIB}
-    assert job.records()[0]["memory"] == (expected if told else None)
+    limit = round(limit_mib * MIB)
+    job = Job(tmp_path, memory_limit_bytes=limit)
+    job.look()
+    assert [finding.exit_code for finding in job.findings] == exit_codes
+    expected = {"used_bytes": 5 * MIB, "free_bytes": limit - 5 * MIB}
+    assert job.records()[0]["memory"] == (expected if is_known else None)
 
 
 def test_what_was_seen_is_recorded_now_and_then_and_with_every_finding(tmp_path: Path) -> None:

@@ -213,7 +213,7 @@ def test_what_is_typed_wins_when_a_run_goes_on() -> None:
 
 
 def test_other_ranks_wait_for_as_long_as_rank_0_may_fetch_and_start() -> None:
-    assert ready_timeout_s(Config(start_timeout=900.0)) == catalogue.FETCH_BOUND_S + 900
+    assert ready_timeout_s(Config(start_timeout=900.0)) == catalogue.FETCH_TIMEOUT_S + 900
 
 
 def test_a_run_can_go_on_in_a_folder_of_its_own() -> None:

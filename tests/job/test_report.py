@@ -209,13 +209,15 @@ def test_stacks_that_are_empty_or_of_an_earlier_attempt_are_not_named(
     assert report_in(running)["failure"]["stacks"] is None
 
 
-@pytest.mark.parametrize("status", ["done", "failed", "interrupted"])
-def test_an_end_that_was_reported_already_stays(
-    running: Path, status: str, warnings: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("status", "pid"), [("done", PID), ("failed", PID), ("interrupted", PID), ("running", PID + 1)]
+)
+def test_an_end_that_was_reported_already_and_the_report_of_a_later_server_stay(
+    running: Path, status: str, pid: int, warnings: pytest.LogCaptureFixture
 ) -> None:
-    put(running, {"status": status})
-    report_without_server(running, STOPPED, {})
-    assert report_in(running) == {"status": status}
+    put(running, {"status": status, "pid": pid})
+    report_without_server(running, STOPPED, {"pid": PID})
+    assert report_in(running) == {"status": status, "pid": pid}
     assert warnings.messages == []
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ps.protocol import Evaluated, Train, Trained
-from ps.server.metrics import PROGRESS_INTERVAL_S, Metrics
-from ps.server.orders import Plan
+from ps.server.metrics import MAX_NAMED, PROGRESS_INTERVAL_S, Metrics
+from tests.server.work import plan_of
 
 
 def metrics_of(
@@ -24,14 +24,8 @@ def metrics_of(
     trainers: int = 1,
     per_update: int = 1,
 ) -> Metrics:
-    plan = Plan(
-        num_train_samples=train,
-        num_test_samples=test,
-        batch_size=batch,
-        epochs=epochs,
-        seed=0,
-        slice_size=6,
-        batches_per_update=per_update,
+    plan = plan_of(
+        train=train, test=test, batch=batch, epochs=epochs, slice=6, per_update=per_update
     )
     return Metrics(plan, range(1, trainers + 1))
 
@@ -55,8 +49,8 @@ def step(
     trainer: int = 1,
 ) -> None:
     """One order that is out from start to stop."""
-    metrics.handed_out(trainer, start)
-    metrics.handed_in(trainer, stop)
+    metrics.dispatched(trainer, start)
+    metrics.returned(trainer, stop)
     apply(metrics, result, staleness, trainer)
 
 
@@ -96,56 +90,60 @@ def test_a_report_with_nothing_done_holds_none_for_what_does_not_exist() -> None
     }
 
 
-def test_the_rate_counts_only_time_in_which_an_order_was_out() -> None:
-    metrics = metrics_of()
-    step(metrics, 10.0, 12.0, trained(0))
-    step(metrics, 50.0, 52.0, trained(1))
-    assert metrics.training_s == 4.0
-    assert metrics.report(now=100.0)["samples_per_s"] == 64 / 4.0
-
-
-def test_the_rate_counts_overlapping_orders_once() -> None:
+@pytest.mark.parametrize(
+    ("events", "training_s"),
+    [
+        ("out 1 at 10, in 1 at 12, out 1 at 50, in 1 at 52", 4.0),  # only while an order is out
+        ("out 1 at 10, out 2 at 11, in 1 at 13, in 2 at 16", 6.0),  # once where orders overlap
+        ("out 1 at 10, in 1 at 12, out 2 at 97", 5.0),  # one that is still out
+        ("out 1 at 10, out 2 at 12, in 1 at 13", 90.0),
+        ("", 0.0),
+    ],
+)
+def test_the_rate_is_over_the_time_in_which_an_order_was_out(
+    events: str, training_s: float
+) -> None:
     metrics = metrics_of(trainers=2)
-    metrics.handed_out(1, 10.0)
-    metrics.handed_out(2, 11.0)
-    metrics.handed_in(1, 13.0)
-    apply(metrics, trained(0))
-    metrics.handed_in(2, 16.0)
-    apply(metrics, trained(1), 1, trainer=2)
-    assert metrics.training_s == 6.0
-    assert metrics.report(now=16.0)["samples_per_s"] == 64 / 6.0
+    for what, trainer, _, moment in map(str.split, filter(None, events.split(", "))):
+        if what == "out":
+            metrics.dispatched(int(trainer), float(moment))
+        else:
+            metrics.returned(int(trainer), float(moment))
+            apply(metrics, trained(), trainer=int(trainer))
+    samples = 32 * events.count("in ")
+    rate = metrics.report(now=100.0)["samples_per_s"]
+    assert rate == (samples / training_s if samples else None)
 
 
-def test_the_rate_counts_the_time_of_an_order_that_is_still_out() -> None:
-    metrics = metrics_of()
-    step(metrics, 10.0, 12.0, trained(0))
-    metrics.handed_out(1, 20.0)
-    assert metrics.report(now=22.0)["samples_per_s"] == 32 / 4.0
-
-
-def test_an_order_whose_trainer_left_costs_time_and_counts_no_sample() -> None:
-    metrics = metrics_of(trainers=2)
-    metrics.handed_out(2, 10.0)
-    metrics.handed_in(2, 12.0)
-    step(metrics, 12.0, 14.0, trained(0))
-    report = metrics.report(now=20.0)
-    assert (report["updates"], report["samples_trained"]) == (1, 32)
-    assert report["samples_per_s"] == 32 / 4.0
-    assert (trainer_report(metrics, 2)["orders"], trainer_report(metrics, 2)["samples"]) == (0, 0)
-
-
-def test_an_order_takes_from_handing_out_to_handing_in_whoever_else_works() -> None:
+def test_an_order_takes_from_dispatch_to_return_whoever_else_works() -> None:
     metrics = metrics_of(trainers=2)
     step(metrics, 0.0, 1.0, trained(0), trainer=1)
-    metrics.handed_out(1, 10.0)
-    metrics.handed_out(2, 10.5)
-    metrics.handed_in(2, 11.0)
+    metrics.dispatched(1, 10.0)
+    metrics.dispatched(2, 10.5)
+    metrics.returned(2, 11.0)
     apply(metrics, trained(1), trainer=2)
-    metrics.handed_in(1, 15.0)
+    metrics.returned(1, 15.0)
     apply(metrics, trained(2), trainer=1)
     assert trainer_report(metrics, 1)["order_s"] == (1.0 + 5.0) / 2
     assert trainer_report(metrics, 2)["order_s"] == 0.5
     assert metrics.training_s == 1.0 + 5.0
+
+
+@pytest.mark.parametrize("fate", ["lost", "skipped"])
+def test_an_order_that_became_part_of_no_update_costs_time_and_is_in_no_mean(fate: str) -> None:
+    metrics = metrics_of(trainers=2)
+    metrics.dispatched(2, 10.0)
+    metrics.returned(2, 12.0)
+    if fate == "skipped":
+        metrics.skipped(2, Train(0, 0, range(32)), 0, "the loss is nan")
+    assert trainer_report(metrics, 2)["order_s"] is None
+    step(metrics, 12.0, 13.0, trained(0))
+    report = metrics.report(now=20.0)
+    assert (report["updates"], report["samples_trained"]) == (1, 32)
+    assert report["samples_per_s"] == 32 / 3.0
+    step(metrics, 30.0, 35.0, trained(1), trainer=2)
+    second = trainer_report(metrics, 2)
+    assert (second["orders"], second["samples"], second["order_s"]) == (1, 32, 5.0)
 
 
 def test_each_trainer_is_reported_by_its_own_orders_and_samples() -> None:
@@ -160,37 +158,28 @@ def test_each_trainer_is_reported_by_its_own_orders_and_samples() -> None:
     assert counts == [(1, 32), (0, 0), (2, 37)]
 
 
-def test_handing_in_what_is_not_out_is_a_broken_promise() -> None:
+def test_returning_what_is_not_out_is_refused() -> None:
     metrics = metrics_of()
-    metrics.handed_out(1, 1.0)
-    metrics.handed_in(1, 2.0)
+    metrics.dispatched(1, 1.0)
+    metrics.returned(1, 2.0)
     with pytest.raises(AssertionError):
-        metrics.handed_in(1, 3.0)
+        metrics.returned(1, 3.0)
 
 
 def test_an_update_of_several_gradients_counts_once_and_all_its_samples() -> None:
     metrics = metrics_of(train=96, batch=32, trainers=3, per_update=3)
     for trainer in (1, 2, 3):
-        metrics.handed_out(trainer, 0.0)
+        metrics.dispatched(trainer, 0.0)
     for trainer in (1, 2, 3):
-        metrics.handed_in(trainer, float(trainer))
+        metrics.returned(trainer, float(trainer))
     metrics.updated()
     for trainer in (1, 2, 3):
         metrics.trained(trainer, trained(trainer - 1), 0)
     report = metrics.report(now=3.0)
     assert (report["updates"], report["samples_trained"]) == (1, 96)
     assert report["samples_per_s"] == 96 / 3.0
-    line = metrics.progress(3.0)
-    assert line is not None
-    assert "  updates 1/2  " in line
-    assert "  32 samples/s  " in line
-
-
-def test_staleness_is_reported_by_its_mean_its_99th_percentile_and_its_maximum() -> None:
-    metrics = metrics_of()
-    for batch, staleness in enumerate([0, 3, 1, 2]):
-        apply(metrics, trained(batch), staleness)
-    assert staleness_of(metrics.report(now=0.0)) == (1.5, 3, 3)
+    metrics.evaluated(Evaluated(0, 0, samples=10, loss_sum=1.0, correct=10))
+    assert metrics.history[0].updates == 1
 
 
 @pytest.mark.parametrize(
@@ -235,21 +224,6 @@ def test_staleness_is_reported_for_each_trainer_and_over_all() -> None:
     assert metrics.staleness == {0: 2, 3: 1, 9: 1}
 
 
-def test_the_mean_over_all_weighs_gradients_and_not_trainers() -> None:
-    metrics = metrics_of(trainers=2)
-    for _ in range(9):
-        metrics.trained(1, trained(), 0)
-    metrics.trained(2, trained(), 10)
-    assert metrics.report(now=0.0)["staleness_mean"] == 1.0
-
-
-def test_no_staleness_at_all_is_zero_and_not_none() -> None:
-    metrics = metrics_of()
-    apply(metrics, trained(), 0)
-    assert staleness_of(metrics.report(now=0.0)) == (0.0, 0, 0)
-    assert staleness_of(trainer_report(metrics, 1)) == (0.0, 0, 0)
-
-
 def test_progress_is_said_at_most_once_per_interval() -> None:
     metrics = metrics_of()
     said = []
@@ -279,8 +253,8 @@ def test_progress_covers_what_came_since_the_last_line() -> None:
 def test_progress_in_rounds_averages_over_orders_and_counts_updates() -> None:
     metrics = metrics_of(train=320, trainers=2, per_update=2)
     for trainer in (1, 2):
-        metrics.handed_out(trainer, 0.0)
-        metrics.handed_in(trainer, 2.0)
+        metrics.dispatched(trainer, 0.0)
+        metrics.returned(trainer, 2.0)
     metrics.updated()
     metrics.trained(1, trained(0, samples=32, loss=1.0), 1)
     metrics.trained(2, trained(1, samples=96, loss=3.0), 2)
@@ -291,7 +265,7 @@ def test_progress_in_rounds_averages_over_orders_and_counts_updates() -> None:
 
 def test_progress_counts_the_time_of_an_order_that_stays_out_only_once() -> None:
     metrics = metrics_of(trainers=2)
-    metrics.handed_out(2, 0.0)
+    metrics.dispatched(2, 0.0)
     step(metrics, 0.0, 2.0, trained(0))
     line = metrics.progress(2.0)
     assert line is not None
@@ -348,22 +322,6 @@ def test_each_epoch_is_evaluated_afresh_and_the_last_one_is_reported() -> None:
     assert records == [(1, 3, 2.0, 0.2), (2, 6, 1.0, 0.9)]
 
 
-def test_a_record_counts_updates_and_not_gradients() -> None:
-    metrics = metrics_of(train=64, test=10, batch=32, trainers=2, per_update=2)
-    metrics.updated()
-    metrics.trained(1, trained(0, loss=4.0), 0)
-    metrics.trained(2, trained(1, loss=2.0), 0)
-    metrics.evaluated(Evaluated(0, 0, samples=10, loss_sum=1.0, correct=10))
-    assert (metrics.history[0].updates, metrics.history[0].train_loss) == (1, 3.0)
-
-
-def test_the_training_loss_weighs_each_sample_alike() -> None:
-    metrics = metrics_of()
-    apply(metrics, trained(0, samples=30, loss=1.0))
-    apply(metrics, trained(1, samples=10, loss=5.0))
-    assert metrics.train_loss(0) == pytest.approx(2.0)
-
-
 def test_the_training_loss_reported_is_that_of_the_last_epoch() -> None:
     metrics = metrics_of()
     apply(metrics, trained(0, epoch=0, loss=8.0))
@@ -375,6 +333,30 @@ def test_the_training_loss_reported_is_that_of_the_last_epoch() -> None:
 
 def test_the_training_loss_of_an_epoch_not_begun_is_no_number() -> None:
     assert math.isnan(metrics_of().train_loss(0))
+
+
+def test_the_first_orders_that_are_skipped_are_named_and_further_ones_counted() -> None:
+    metrics = metrics_of()
+    lines = [
+        metrics.skipped(3, Train(1, batch, [batch, 7]), 40 + batch, "the loss is nan")
+        for batch in range(MAX_NAMED + 2)
+    ]
+    assert MAX_NAMED == 10
+    assert lines[8] == "skipped epoch 2, batch 8 of trainer rank 3: the loss is nan"
+    assert lines[9] is not None and lines[9].startswith("skipped epoch 2, batch 9 of trainer rank")
+    assert lines[9].endswith("only counted")
+    assert lines[10:] == [None, None]
+    report = cast(dict[str, Any], metrics.report(now=0.0))
+    assert (report["orders_skipped"], report["samples_skipped"]) == (12, 24)
+    assert [skipped["batch"] for skipped in report["skipped"]] == list(range(10))
+    assert report["skipped"][1] == {
+        "epoch": 2,
+        "batch": 1,
+        "trainer": 3,
+        "version": 41,
+        "samples": [1, 7],
+        "cause": "the loss is nan",
+    }
 
 
 def busy_metrics() -> Metrics:
@@ -446,7 +428,7 @@ def test_losses_of_an_epoch_that_was_interrupted_count_from_its_start() -> None:
 def test_the_time_of_an_order_that_is_out_is_in_the_state_and_the_order_is_not() -> None:
     metrics = metrics_of(trainers=2)
     step(metrics, 10.0, 12.0, trained(0))
-    metrics.handed_out(1, 20.0)
+    metrics.dispatched(1, 20.0)
     second = restored(metrics, now=23.0)
     assert (second.training_s, second.samples_trained) == (5.0, 32)
     step(second, 1.0, 2.0, trained(1))

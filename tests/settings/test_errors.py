@@ -29,7 +29,7 @@ def test_every_error_has_an_exit_code_of_its_own() -> None:
 def test_a_signal_is_no_exception_for_a_handler_of_all(
     name: str, number: int, is_from_torchrun: bool
 ) -> None:
-    error = Interrupted(name, number)
+    error = Interrupted.by_signal(name, number)
     assert not isinstance(error, Exception)
     assert error.exit_code == 128 + number
     assert name in str(error)

@@ -56,6 +56,19 @@ def expect_ended(ranks: Iterable[psutil.Process], within_s: float) -> None:
     assert not left
 
 
+def wait_until_idle(process: psutil.Process) -> None:
+    """Until it has used no time of a core for half a second."""
+
+    def cpu_s() -> float:
+        times = process.cpu_times()
+        return float(times.user + times.system)
+
+    before = -1.0
+    while cpu_s() > before:
+        before = cpu_s()
+        time.sleep(0.5)
+
+
 def _is_at_work(process: psutil.Process) -> bool:
     with suppress(psutil.NoSuchProcess):
         return process.status() != psutil.STATUS_ZOMBIE

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,13 @@ from ps.host.watch import GIL_GRACE_S
 from tests.helpers import COMPUTE
 from tests.jobs import Done
 from tests.whole.conftest import StartRanks
-from tests.whole.expect import SIGKILLED, expect_done, expect_failed, expect_interrupted
+from tests.whole.expect import (
+    SIGKILLED,
+    expect_done,
+    expect_failed,
+    expect_interrupted,
+    wait_until_idle,
+)
 from tests.whole.expect import saved_version as saved
 
 pytestmark = pytest.mark.slow
@@ -172,7 +177,7 @@ def test_one_process_in_a_step_that_does_not_end_saves_when_it_is_stopped(
 ) -> None:
     job = start(*PLAIN, "--inject", "hang:0@60", world_size=1)
     job.wait_for(BEFORE)
-    time.sleep(0.5)
+    wait_until_idle(job.ranks()[0])
     job.send(signal.SIGTERM)
     done = job.wait()
     expect_interrupted(done, 143)

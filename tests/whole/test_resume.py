@@ -17,7 +17,7 @@ from tests.whole.expect import expect_done, expect_interrupted
 
 pytestmark = pytest.mark.slow
 
-EPOCHS = 50
+EPOCHS = 30
 SAMPLES = EPOCHS * 400
 UPDATES = EPOCHS * 25
 """Of two trainers in step, with batches of 8."""
@@ -112,15 +112,15 @@ def test_further_epochs_of_a_job_that_is_done_are_trained_alone(
 ) -> None:
     whole = uninterrupted("trainer")
     shutil.copytree(whole.run_dir, tmp_path / "run")
-    job = Ranks(tmp_path, "--resume", str(tmp_path / "run"), "--epochs", str(EPOCHS + 20))
+    job = Ranks(tmp_path, "--resume", str(tmp_path / "run"), "--epochs", str(EPOCHS + 10))
     job.wait_for("going on from")
     assert not is_done(job.run_dir)  # if it is killed now, --resume auto goes on from here
     done = job.wait()
     report = expect_done(done)
-    assert f"after {UPDATES} of {UPDATES + 500} updates" in done.text
-    assert (report["updates"], report["samples_trained"]) == (UPDATES + 500, SAMPLES + 8000)
+    assert f"after {UPDATES} of {UPDATES + 250} updates" in done.text
+    assert (report["updates"], report["samples_trained"]) == (UPDATES + 250, SAMPLES + 4000)
     assert report["history"][:EPOCHS] == whole.report["history"]
-    assert len(report["history"]) == EPOCHS + 20
+    assert len(report["history"]) == EPOCHS + 10
 
 
 @share_server_jobs

@@ -22,6 +22,7 @@ from tests.whole.expect import (
     expect_failed,
     expect_interrupted,
     saved_version,
+    wait_until_idle,
 )
 from tests.whole.test_faults import BEFORE, OVER_S, PLAIN, seconds_after
 
@@ -147,7 +148,7 @@ def test_a_job_that_is_stopped_while_its_lock_is_held_says_so_and_shows_where(
 ) -> None:
     job = torchrun(*PLAIN, "--inject", "hang:0@60")
     job.wait_for(BEFORE)
-    time.sleep(0.5)
+    wait_until_idle(job.ranks()[0])
     job.send(signal.SIGTERM)
     done = job.wait()
     failure = expect_failed(done, rank=0, exit_code=143)
