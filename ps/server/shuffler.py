@@ -22,6 +22,7 @@ class Shuffler:
         self._lock = threading.Lock()
         self._made: dict[int, Sequence[int]] = {}  # under _lock, as _asked
         self._asked: set[int] = set()
+        self._next = 0
         self._to_make: queue.SimpleQueue[int] | None = None
 
     def start(self, on_made: Callable[[], None]) -> None:
@@ -31,6 +32,8 @@ class Shuffler:
         """
         self._to_make = queue.SimpleQueue()
         threading.Thread(target=self._make, args=(on_made,), name="shuffle", daemon=True).start()
+        with self._lock:
+            self._ask_for(self._next)
 
     def __call__(self, epoch: int) -> Sequence[int] | None:
         """None while it is being made. Before start() it is made here, which blocks."""
@@ -38,7 +41,8 @@ class Shuffler:
             found = self._made.pop(epoch, None)
             if found is None and self._to_make is None:
                 found = permutation(self._seed, epoch, self._num_samples)
-            self._ask_for(epoch + 1 if found is not None else epoch)
+            self._next = epoch + 1 if found is not None else epoch
+            self._ask_for(self._next)
         return found
 
     def _ask_for(self, epoch: int) -> None:
