@@ -99,7 +99,7 @@ class ServerProcess:
             newest=self._basis.state.resumed_from if prepared.is_in_place else None,
         )
         self._server = build_server(
-            topology, config, self._basis, _AfterUpdate(topology, config, checkpointer)
+            topology, config, self._basis, AfterUpdate(topology, config, checkpointer)
         )
         self._end = choose(self._server, self._basis.compute, topology.trainers, config.link)
         self._ending = Ending(
@@ -220,7 +220,7 @@ class ServerProcess:
         time.sleep(self._intervals.goodbye_s)
 
 
-class _AfterUpdate:
+class AfterUpdate:
     """What happens with each new version, under the server's lock."""
 
     def __init__(self, topology: Topology, config: Config, checkpointer: Checkpointer) -> None:

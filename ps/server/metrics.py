@@ -146,9 +146,10 @@ class Metrics:
         self._orders_out += 1
 
     def returned(self, trainer: int, now: float) -> None:
-        """A training order is no longer out: it was returned, or its trainer left."""
+        """A training order is no longer out, if one was: it was returned, or its trainer left."""
         record = self._trainers[trainer]
-        assert record.busy_since is not None
+        if record.busy_since is None:
+            return
         record.last_busy_s = now - record.busy_since
         record.busy_since = None
         self._orders_out -= 1

@@ -109,9 +109,8 @@ class Training:
     def leave(self, trainer: int, now: float) -> None:
         """Forget the trainer: what it held, or had handed in for a round that is open, is to be
         done again."""
-        was_kept = self._rounds.leave(trainer)
-        if not was_kept and isinstance(self._orders.held_by(trainer), Train):
-            self._metrics.returned(trainer, now)
+        self._rounds.leave(trainer)
+        self._metrics.returned(trainer, now)
         self._orders.leave(trainer)
 
     def update_without_those_who_left(self) -> list[Line]:
