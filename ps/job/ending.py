@@ -266,7 +266,7 @@ class Ending:
     def _failure(self, outcome: Outcome, facts_of: FactsOf) -> dict[str, Any]:
         return {
             **failure_of(outcome.rank, self.run_dir.path),
-            **self._server.circumstances(),
+            **self._server.roll.circumstances(),
             "process": dict(facts_of(outcome.rank)),
         }
 

@@ -122,7 +122,9 @@ class ServerProcess:
         outcome = self._ending.finish(self._facts)
         # Now, as torchrun may end this rank before its exit code is seen.
         rundir.refuse_if_final(self._topology.error_file, outcome.exit_code)
-        if self._server.all_left and self._signals.came is None:  # else others may not be there
+        if (
+            self._server.roll.all_left and self._signals.came is None
+        ):  # else others may not be there
             self._end.close()
         if outcome.rank_ends:
             self._await_stop()

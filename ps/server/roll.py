@@ -119,6 +119,11 @@ class Roll(Generic[Reply]):
         assert reply is not None, f"trainer {trainer} does not wait"
         return reply
 
+    def circumstances(self) -> dict[str, object]:
+        """Of the end, in plain values: what the rank with the cause was doing, and what went wrong
+        later. Needs no lock."""
+        return {**self.situation, "consequences": list(self.consequences)}
+
     def end(self, outcome: Outcome, situation: Mapping[str, object]) -> None:
         """The first outcome is the cause; what follows from it changes nothing."""
         if self.outcome is None:

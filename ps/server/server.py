@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,47 +34,39 @@ class ParameterServer:
         """Set when the job has ended and nobody is waited for any more."""
         self._training = training
         self._lock = training.state.lock
-        self._roll: Roll[Future[Reply]] = Roll(trainers)  # under _lock
+        self.roll: Roll[Future[Reply]] = Roll(trainers)  # written under _lock
+        """Who takes part, and how the job ended: for others to read."""
 
     @property
     def outcome(self) -> Outcome | None:
-        return self._roll.outcome
-
-    @property
-    def all_left(self) -> bool:
-        """Whether all have said goodbye, and none was lost."""
-        return self._roll.all_left
+        return self.roll.outcome
 
     def progress(self) -> dict[int, Mark]:
         """What each trainer that has not left is doing, and since when."""
-        return self._roll.marks()
+        return self.roll.marks()
 
     def expect_progress(self) -> None:
         """All trainers are there: from now on each is expected to make progress."""
-        for trainer in self._roll.present:
-            self._mark(trainer, Activity.WORKING)
-
-    def circumstances(self) -> dict[str, object]:
-        """What the rank with the cause was doing, and what went wrong later, in plain values."""
-        return {**self._roll.situation, "consequences": list(self._roll.consequences)}
+        for trainer in self.roll.present:
+            self.roll.mark(trainer, Activity.WORKING, time.monotonic())
 
     def result(self) -> tuple[Outcome, dict[str, object]]:
         """How the job ended, and its numbers as report.json holds them. Only once it has."""
         with self._lock:
-            assert self._roll.outcome is not None
-            return self._roll.outcome, self._training.state.metrics.report(time.monotonic())
+            assert self.roll.outcome is not None
+            return self.roll.outcome, self._training.state.metrics.report(time.monotonic())
 
     def join(self, trainer: int, layout: str | None) -> None:
         """See protocol.Calls."""
         self._training.compute.check_layout(trainer, layout)
-        self._mark(trainer, Activity.WORKING)
+        self.roll.mark(trainer, Activity.WORKING, time.monotonic())
 
     def next_order(self, trainer: int, result: Result | None) -> Future[Reply]:
         """Take the finished order in; the future gives the next one.
 
         What is left of backward runs here, in the caller's thread, beside that of others.
         """
-        self._mark(trainer, Activity.SERVED)
+        self.roll.mark(trainer, Activity.SERVED, time.monotonic())
         reply: Future[Reply] = Future()
         contribution = None
         if isinstance(result, Trained):
@@ -83,15 +74,15 @@ class ParameterServer:
         lines: list[Line] = []
         with self._lock:
             now = time.monotonic()
-            if self._roll.outcome is None:
+            if self.roll.outcome is None:
                 with self._ending_at_failure():
                     if isinstance(result, Evaluated):
                         lines += self._training.take_evaluated(trainer, result)
                     elif result is not None and contribution is not None:
                         lines += self._training.take_trained(trainer, result, contribution, now)
-                lines += self._progress_line(now)
-            self._mark(trainer, Activity.WAITING, now)
-            self._roll.wait(trainer, reply, now)
+                lines += self._training.progress_line(now)
+            self.roll.mark(trainer, Activity.WAITING, now)
+            self.roll.wait(trainer, reply, now)
             answers = self._answers(now)
         _send(answers, lines)
         return reply
@@ -136,7 +127,7 @@ class ParameterServer:
         elif finding.is_gone:
             seen = finding.is_seen_by_torchrun
             outcome = Outcome("failed", finding.exit_code, cause, rank, rank_ends=seen)
-            if self._roll.is_present(rank):
+            if self.roll.is_present(rank):
                 self._depart(rank, outcome, is_abandoned=True)
         else:
             self.stop(Outcome("failed", finding.exit_code, cause, rank), abandoned={rank})
@@ -147,7 +138,7 @@ class ParameterServer:
         Those who are abandoned are not waited for.
         """
         with self._lock:
-            self._roll.abandon(abandoned)
+            self.roll.abandon(abandoned)
             self._end(outcome)
             self._see_if_over()
             answers = self._answers(time.monotonic())
@@ -160,9 +151,9 @@ class ParameterServer:
         """
         with self._lock:
             now = time.monotonic()
-            lines = self._progress_line(now)
-            late = self._roll.waiting_since_before(now - max_wait_s)
-            answers: list[Answer] = [(self._roll.take_reply(t), Wait()) for t in late]
+            lines = self._training.progress_line(now)
+            late = self.roll.waiting_since_before(now - max_wait_s)
+            answers: list[Answer] = [(self.roll.take_reply(t), Wait()) for t in late]
         _send(answers, lines)
 
     def answer_waiting(self) -> None:
@@ -176,9 +167,9 @@ class ParameterServer:
         """A call of the trainer in which the server computes."""
         compute = self._training.compute
         assert isinstance(compute, ServerCompute), "the trainers compute"
-        self._mark(trainer, Activity.SERVED)
+        self.roll.mark(trainer, Activity.SERVED, time.monotonic())
         yield compute
-        self._mark(trainer, Activity.WORKING)
+        self.roll.mark(trainer, Activity.WORKING, time.monotonic())
 
     @contextmanager
     def _ending_at_failure(self) -> Iterator[None]:
@@ -190,15 +181,15 @@ class ParameterServer:
 
     def _answers(self, now: float) -> list[Answer]:
         """For those who wait and need not any more."""
-        waiting = self._roll.waiting()
+        waiting = self.roll.waiting()
         replies: dict[int, Reply] = {}
-        if self._roll.outcome is not None or self._training.is_finished:
+        if self.roll.outcome is not None or self._training.is_finished:
             replies |= dict.fromkeys(waiting, Finished())
         elif waiting:
             replies |= self._training.assign(waiting, now)
         for trainer in replies:
-            self._mark(trainer, Activity.WORKING, now)
-        return [(self._roll.take_reply(trainer), reply) for trainer, reply in replies.items()]
+            self.roll.mark(trainer, Activity.WORKING, now)
+        return [(self.roll.take_reply(trainer), reply) for trainer, reply in replies.items()]
 
     def _depart(
         self, trainer: int, outcome: Outcome | None = None, *, is_abandoned: bool = False
@@ -206,12 +197,12 @@ class ParameterServer:
         lines: list[Line] = []
         with self._lock:
             now = time.monotonic()
-            if outcome is not None and self._roll.is_present(trainer):  # or another thread did it
-                self._roll.abandon({trainer} if is_abandoned else ())
+            if outcome is not None and self.roll.is_present(trainer):  # or another thread did it
+                self.roll.abandon({trainer} if is_abandoned else ())
                 self._end(outcome)
-            self._roll.leave(trainer)
+            self.roll.leave(trainer)
             self._training.leave(trainer, now)
-            if self._roll.outcome is None:
+            if self.roll.outcome is None:
                 with self._ending_at_failure():
                     lines += self._training.update_without_those_who_left()
             self._see_if_over()
@@ -219,34 +210,28 @@ class ParameterServer:
         _send(answers, lines)
 
     def _see_if_over(self) -> None:
-        if not self._roll.present:
-            if not self._training.is_finished and self._roll.outcome is None:
+        if not self.roll.present:
+            if not self._training.is_finished and self.roll.outcome is None:
                 cause = "all trainers left before the work was done"
                 self._end(Outcome("failed", PeerLost.exit_code, cause))
             self._end(Outcome("done"))
-        if self._roll.is_over:
+        if self.roll.is_over:
             self.ended.set()
 
     def _end(self, outcome: Outcome) -> None:
-        held, mark = self._training.held_by(outcome.rank), self._roll.marks().get(outcome.rank)
+        held, mark = self._training.held_by(outcome.rank), self.roll.marks().get(outcome.rank)
         situation = {
             "last_order": facts_of(held),
             "doing": mark.activity.value if mark else None,
             "since_s": time.monotonic() - mark.since if mark else None,
         }
-        self._roll.end(outcome, situation)
-
-    def _progress_line(self, now: float) -> list[Line]:
-        line = self._training.state.metrics.progress(now)
-        return [(logging.INFO, line)] if line else []
-
-    def _mark(self, trainer: int, activity: Activity, now: float | None = None) -> None:
-        self._roll.mark(trainer, activity, time.monotonic() if now is None else now)
+        self.roll.end(outcome, situation)
 
 
 def _send(answers: Sequence[Answer], lines: Sequence[Line] = ()) -> None:
-    """Without the lock: writing may block, and setting a result runs whatever waits for it."""
-    for level, line in lines:
-        log.log(level, "%s", line)
+    """Without the lock: setting a result runs whatever waits for it, and writing, which comes last,
+    may block."""
     for reply, answer in answers:
         reply.set_result(answer)
+    for level, line in lines:
+        log.log(level, "%s", line)

@@ -58,6 +58,11 @@ class Training:
         """The order that the trainer holds."""
         return self._orders.held_by(trainer)
 
+    def progress_line(self, now: float) -> list[Line]:
+        """At most one, and none if it is too early for the next."""
+        line = self._metrics.progress(now)
+        return [(logging.INFO, line)] if line else []
+
     def contribution(self, trainer: int, result: Trained) -> Contribution | TrainingFailed:
         """What a result gives to an update; an error where it must not reach the weights.
 

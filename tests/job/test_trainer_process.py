@@ -93,7 +93,7 @@ def test_an_error_of_the_server_is_the_servers(capsys: pytest.CaptureFixture[str
     outcome = trainer.parts.outcome
     assert (outcome.exit_code, outcome.rank) == (1, 0)
     assert "ZeroDivisionError" in str(outcome.cause)
-    assert trainer.parts.server.circumstances()["consequences"] == []
+    assert trainer.parts.server.roll.circumstances()["consequences"] == []
 
 
 def test_a_server_that_is_lost_is_not_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,7 +62,7 @@ class Job:
 
     @property
     def consequences(self) -> object:
-        return self.server.circumstances()["consequences"]
+        return self.server.roll.circumstances()["consequences"]
 
     @property
     def activities(self) -> dict[int, Activity]:
@@ -164,7 +164,7 @@ def test_all_are_sent_home_when_the_work_is_done_and_it_is_over_when_they_left()
     job.server.leave(1)
     assert not job.server.ended.is_set()
     job.server.leave(2)
-    assert job.server.ended.is_set() and job.server.all_left
+    assert job.server.ended.is_set() and job.server.roll.all_left
     outcome, numbers = job.server.result()
     assert (outcome, numbers["updates"]) == (Outcome("done"), 1)
 
@@ -309,21 +309,21 @@ def test_a_rank_that_is_gone_or_stands_still_is_not_waited_for(
     assert not job.server.ended.is_set()
     for trainer in left:
         job.server.leave(trainer)
-    assert (job.server.ended.is_set(), job.server.all_left) == (is_over, False)
+    assert (job.server.ended.is_set(), job.server.roll.all_left) == (is_over, False)
 
 
 def test_a_job_that_waits_for_nobody_is_over_when_it_is_stopped() -> None:
     job = at_work()
     job.server.stop(Outcome("failed", 9, "torchrun is gone"), abandoned={1, 2})
-    assert job.server.ended.is_set() and not job.server.all_left
+    assert job.server.ended.is_set() and not job.server.roll.all_left
 
 
 def test_all_have_left_when_each_has_said_goodbye_or_has_told_why() -> None:
     job = at_work()
     job.server.fail(1, "boom", 1)
-    assert not job.server.all_left
+    assert not job.server.roll.all_left
     job.server.leave(2)
-    assert job.server.all_left and job.server.ended.is_set()
+    assert job.server.roll.all_left and job.server.ended.is_set()
 
 
 def test_all_trainers_leaving_early_is_a_failure() -> None:
@@ -415,7 +415,7 @@ def test_the_order_and_the_time_of_who_holds_the_cause_are_kept() -> None:
     time.sleep(0.02)
     job.server.report(gone(2))
     job.server.report(gone(1))
-    circumstances = job.server.circumstances()
+    circumstances = job.server.roll.circumstances()
     since_s = circumstances.pop("since_s")
     assert circumstances == {
         "last_order": {"epoch": 1, "batch": 1, "samples": list(held.indices)},
@@ -432,7 +432,7 @@ def test_nothing_is_known_of_what_the_server_or_one_that_never_joined_was_doing(
     job = Job()
     job.server.report(finding)
     nothing = dict.fromkeys(("last_order", "doing", "since_s"))
-    assert job.server.circumstances() == {**nothing, "consequences": []}
+    assert job.server.roll.circumstances() == {**nothing, "consequences": []}
 
 
 def test_whose_turn_it_is_is_known_from_joining_to_leaving() -> None:

@@ -30,7 +30,7 @@ PLAIN = ("--workload", "tests.plugins:plain", "--batch-size", "8")
 PACED = ("--batch-size", "8", "--staleness", "10")
 """No trainer runs through the epoch alone: each has its third batch, at which the faults happen."""
 REPORT_KEYS = {
-    *("status", "exit_code", "cause", "world_size", "compute", "staleness", "workload", "epochs"),
+    *("status", "exit_code", "cause", "world_size", "compute", "max_lag", "workload", "epochs"),
     *("updates", "samples_trained", "samples_per_s", "train_loss", "test_loss", "test_accuracy"),
     *("staleness_mean", "staleness_p99", "staleness_max", "trainers", "history"),
     *("duration_s", "threads", "torch", "python"),

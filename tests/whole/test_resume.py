@@ -85,7 +85,7 @@ def test_a_stopped_job_in_step_ends_bit_for_bit_as_one_that_was_not(
     assert f"after {updates} of {UPDATES} updates" in done.text
     assert_equal(done.model, whole.model, within=0)
     assert report["resumed_from"] == first.report["checkpoint"]
-    for key in ("updates", "samples_trained", "history", "test_accuracy", "compute", "staleness"):
+    for key in ("updates", "samples_trained", "history", "test_accuracy", "compute", "max_lag"):
         assert report[key] == whole.report[key]
     assert (report["updates"], report["samples_trained"]) == (UPDATES, SAMPLES)
 
