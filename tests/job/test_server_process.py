@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import os
 import signal
@@ -31,6 +32,7 @@ from ps.workload import Workload
 from tests.helpers import COMPUTE, topology_of, until
 from tests.plugins import perceptron
 
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 TIMEOUT_S = 10.0
 SHORT = Intervals(tick_s=0.02, goodbye_s=0.2, orphan_lock_s=0.1)
 ACT: dict[str, Callable[[], object]] = {}
@@ -104,6 +106,7 @@ def process_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for number, handler in before.items():
         signal.signal(number, handler)
     torch.set_num_threads(threads)
+    gc.collect()  # sockets that a process has open to its end
 
 
 class Job:
