@@ -211,6 +211,28 @@ def test_nor_is_one_whose_server_fails(tmp_path: Path, capfd: pytest.CaptureFixt
     assert capfd.readouterr().err.count("calls.ServerError: ") == 1
 
 
+def test_a_run_goes_on_in_place_with_all_that_was_typed_before(
+    tmp_path: Path, said: list[str]
+) -> None:
+    assert Job(tmp_path, "--epochs", "1").run() == 0
+    job = Job(tmp_path, "--epochs", "2", "--resume", str(tmp_path / "run"))
+    prepared = prepare(job.topology, job.config, job.argv)
+    assert run_server(job.topology, prepared, Signals(), cast(Watch, job.watch)) == 0
+    prepared.run_dir.close()
+    assert (job.report["updates"], job.report["samples_trained"]) == (100, 800)
+    assert job.report["resumed_from"] in "\n".join(said)
+
+
+def test_a_server_that_fails_by_itself_shows_its_traceback_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = Job(tmp_path)
+    monkeypatch.setattr(job.watch, "look_with", lambda *_: fail())
+    assert job.run() == 1
+    assert "ValueError: boom" in job.report["cause"]
+    assert capfd.readouterr().err.count("Traceback") == 1
+
+
 def test_a_request_in_a_step_that_does_not_end_is_obeyed_and_all_is_saved(tmp_path: Path) -> None:
     go = threading.Event()
 
