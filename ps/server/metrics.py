@@ -146,19 +146,15 @@ class Metrics:
         self._orders_out += 1
 
     def returned(self, trainer: int, now: float) -> None:
-        """A training order is no longer out: it was returned, or its trainer left."""
+        """A training order is no longer out, if one was: it was returned, or its trainer left."""
         record = self._trainers[trainer]
-        assert record.busy_since is not None
+        if record.busy_since is None:
+            return
         record.last_busy_s = now - record.busy_since
         record.busy_since = None
         self._orders_out -= 1
         if self._orders_out == 0:
             self.training_s += now - self._busy_since
-
-    def left(self, trainer: int, now: float) -> None:
-        """The trainer is gone, and what it had is no longer out."""
-        if self._trainers[trainer].busy_since is not None:
-            self.returned(trainer, now)
 
     def updated(self) -> None:
         """The optimizer took a step."""

@@ -110,7 +110,7 @@ class Training:
         """Forget the trainer: what it held, or had handed in for a round that is open, is to be
         done again."""
         self._rounds.leave(trainer)
-        self._metrics.left(trainer, now)
+        self._metrics.returned(trainer, now)
         self._orders.leave(trainer)
 
     def update_without_those_who_left(self) -> list[Line]:
