@@ -193,7 +193,7 @@ def test_a_job_with_a_large_checkpoint_is_saved_in_time(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_job_of_many_samples_is_saved_whenever_it_is_asked_to_end(tmp_path: Path) -> None:
-    """In an epoch, and where one has just ended, when the next is not shuffled yet."""
+    """In an epoch, while the next one is shuffled; and where one has just ended."""
     args = ("--workload", f"{__name__}:many", "--batch-size", "500_000", "--epochs", "9")
     for moment, seconds in (("updates ", 0.1), ("epoch 1/9 evaluated", 0.0)):
         job = Ranks(tmp_path / moment.strip().replace("/", "-"), *args, world_size=2)

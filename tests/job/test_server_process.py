@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import os
 import signal
@@ -31,6 +32,7 @@ from ps.workload import Workload
 from tests.helpers import COMPUTE, topology_of, until
 from tests.plugins import perceptron
 
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 TIMEOUT_S = 10.0
 SHORT = Intervals(tick_s=0.02, goodbye_s=0.2, orphan_lock_s=0.1)
 ACT: dict[str, Callable[[], object]] = {}
@@ -104,6 +106,7 @@ def process_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for number, handler in before.items():
         signal.signal(number, handler)
     torch.set_num_threads(threads)
+    gc.collect()  # sockets that a process has open to its end
 
 
 class Job:
@@ -206,6 +209,28 @@ def test_nor_is_one_whose_server_fails(tmp_path: Path, capfd: pytest.CaptureFixt
     assert job.report["failure"]["consequences"] == []
     assert job.saved_version == job.report["updates"]
     assert capfd.readouterr().err.count("calls.ServerError: ") == 1
+
+
+def test_a_run_goes_on_in_place_with_all_that_was_typed_before(
+    tmp_path: Path, said: list[str]
+) -> None:
+    assert Job(tmp_path, "--epochs", "1").run() == 0
+    job = Job(tmp_path, "--epochs", "2", "--resume", str(tmp_path / "run"))
+    prepared = prepare(job.topology, job.config, job.argv)
+    assert run_server(job.topology, prepared, Signals(), cast(Watch, job.watch)) == 0
+    prepared.run_dir.close()
+    assert (job.report["updates"], job.report["samples_trained"]) == (100, 800)
+    assert job.report["resumed_from"] in "\n".join(said)
+
+
+def test_a_server_that_fails_by_itself_shows_its_traceback_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = Job(tmp_path)
+    monkeypatch.setattr(job.watch, "look_with", lambda *_: fail())
+    assert job.run() == 1
+    assert "ValueError: boom" in job.report["cause"]
+    assert capfd.readouterr().err.count("Traceback") == 1
 
 
 def test_a_request_in_a_step_that_does_not_end_is_obeyed_and_all_is_saved(tmp_path: Path) -> None:
