@@ -58,7 +58,8 @@ class Channel:
             self._socket.setsockopt(socket.SOL_SOCKET, option, bound)
 
     def send(self, message: Any) -> None:
-        self.send_rest(self.send_what_fits(message))
+        if rest := self.send_what_fits(message):  # sending nothing fails if the peer has closed
+            self.send_rest(rest)
 
     def send_what_fits(self, message: Any) -> memoryview:
         """Does not block. Gives what did not fit, which send_rest() must send before anything else

@@ -12,7 +12,7 @@ import threading
 import time
 from array import array
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
@@ -259,6 +259,21 @@ def test_a_peer_that_is_gone_is_an_error_in_both_halves_of_sending(ends: Ends, f
     there.close()
     with pytest.raises(OSError):
         here.send_what_fits("small") if fits else here.send_rest(rest)
+
+
+def test_a_peer_that_answers_and_closes_at_once_is_no_error() -> None:
+    """It has the whole message: send() must not find it closed, nor receive() lose the answer."""
+
+    def serve(channel: Channel) -> None:
+        channel.send(channel.receive())
+
+    listener = Listener(serve)
+    listener.open()
+    for number in range(200):
+        with closing(connect(listener.address, 5.0)) as here:
+            here.send(number)
+            assert here.receive() == number
+    listener.close()
 
 
 def test_a_peer_that_goes_while_the_rest_is_sent_ends_the_sending(ends: Ends) -> None:

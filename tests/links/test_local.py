@@ -12,6 +12,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -21,13 +22,14 @@ from torch.futures import Future
 
 from ps.host import libc
 from ps.host.health import Activity
-from ps.links import local
+from ps.links import choice, local
 from ps.links.channel import Address, Channel, Listener, connect
 from ps.links.choice import choose
 from ps.links.local import LocalLink, LocalServer
 from ps.links.rpc import RpcServer
 from ps.model.flat import FlatModel
 from ps.protocol import Assignment, Finished, Reply, Result, Train, Trained, Wait, Weights
+from ps.settings.config import Config
 from ps.settings.errors import ConfigError, PeerLost
 from tests.helpers import (
     COMPUTE,
@@ -37,6 +39,7 @@ from tests.helpers import (
     run_threads,
     server_of,
     start,
+    topology_of,
     until,
     worker,
 )
@@ -380,6 +383,11 @@ def test_no_memory_is_needed_where_the_server_computes(monkeypatch: pytest.Monke
 def test_without_being_asked_the_local_link_is_chosen_and_one_process_needs_none() -> None:
     _, end = chosen("auto")
     assert (end.name, end.invitation["link"]) == ("local", "local")
+    end.open(None, None, lambda trainer, how: None)
+    meeting = SimpleNamespace(topology=topology_of(1, 3, port=1))
+    link = choice.connect(end.invitation, meeting, Config())  # type: ignore[arg-type]
+    assert isinstance(link, LocalLink)
+    link.close()
     end.close()
     parts = server_of(perceptron(), trainers=(0,))
     alone = choose(parts.server, parts.compute, parts.trainers, "auto")

@@ -12,18 +12,32 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch.futures import Future
 
 from ps.links import rpc
+from ps.links.calls import ServerError, value
 from ps.links.choice import choose, connect
 from ps.links.rendezvous import Rendezvous
 from ps.links.rpc import RpcGroup, RpcLink, RpcServer
-from ps.protocol import Assignment, Reply, Result, Train, Wait, Weights
+from ps.protocol import (
+    Assignment,
+    Finished,
+    Push,
+    Reply,
+    Result,
+    Train,
+    Trained,
+    Wait,
+    Weights,
+)
+from ps.server.compute import TrainerCompute
 from ps.settings.config import Config
 from ps.settings.errors import LaunchError, PeerLost
 from ps.settings.log import log
 from tests.helpers import (
     COMPUTE,
+    Parts,
     end_processes,
     free_port,
     next_line,
@@ -58,9 +72,7 @@ def be_nine_ranks_on_one_thread() -> None:
     group = RpcGroup(rendezvous, Config(rpc_timeout=20.0), num_threads=1)
     for compute in COMPUTE:
         parts = server_of(perceptron(), compute=compute, trainers=range(1, 9), max_lag=0)
-        end = choose(parts.server, parts.compute, parts.trainers, "rpc")
-        assert isinstance(end, RpcServer)
-        rpc.serve(end)
+        rpc.serve(end_of(parts))
         train_all(parts, lambda trainer: RpcLink(group))
         metrics = parts.metrics
         say(f"{compute}: {metrics.updates} updates, {metrics.samples_trained} samples")
@@ -166,3 +178,40 @@ def test_a_torch_without_rpc_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         rpc.check_rpc()
     with pytest.raises(LaunchError, match="--link local"):
         connect({"link": "rpc"}, Rendezvous(topology_of(), 5.0), Config())
+
+
+def end_of(parts: Parts) -> RpcServer:
+    end = choose(parts.server, parts.compute, parts.trainers, "rpc")
+    assert isinstance(end, RpcServer) and end.invitation["link"] == end.name == "rpc"
+    return end
+
+
+def test_gradients_come_in_with_the_call_and_new_weights_go_out_with_the_reply() -> None:
+    parts = server_of(perceptron(), compute="trainer", trainers=(1, 2))
+    end, compute = end_of(parts), parts.compute
+    assert isinstance(compute, TrainerCompute)
+    trained, buffers = compute.flat.trained, compute.flat.buffers
+    _, weights = end.next_order(1, None, None).wait()
+    before = [view.clone() for view in trained.views(weights)]
+    gradients = torch.zeros(trained.stop, dtype=torch.uint8)
+    for view in trained.views(gradients):
+        view.fill_(1.0)
+    sent = gradients, torch.empty(buffers.stop - buffers.start, dtype=torch.uint8)
+    result = Trained(0, 0, 8, 0.5, Push(0))
+    reply, weights = end.next_order(1, result, sent).wait()
+    assert (reply.order.batch, reply.weights.version, len(weights)) == (1, 1, buffers.stop)
+    for old, new in zip(before, trained.views(weights), strict=True):
+        torch.testing.assert_close(new, old - 0.1)
+    answered, nothing = end.next_order(1, result, sent).wait()  # batch 0 once more
+    with pytest.raises(ServerError, match="next_order"):
+        value("next_order", answered)
+    assert nothing is None
+    reply, nothing = end.next_order(2, None, None).wait()
+    assert isinstance(reply, Finished) and nothing is None
+    end.close()
+
+
+def test_no_weights_go_out_where_the_server_computes() -> None:
+    end = end_of(server_of(perceptron()))
+    reply, weights = end.next_order(1, None, None).wait()
+    assert isinstance(reply, Assignment) and weights is None
