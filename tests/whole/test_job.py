@@ -126,7 +126,7 @@ BAD_INPUT = {
     "none": (["--workload", "no.such:thing"], "--workload no.such:thing"),
     "plug-in": (["--workload", "tests.plugins:returning_a_number"], "int 3"),
     "loss": (["--workload", "tests.plugins:loss_of_each_sample"], "scalar"),
-    "negative": (["--staleness", "-1"], "--staleness"),
+    "negative": (["--staleness", "-1"], "--max-lag"),
     "staleness": (["--staleness", "two"], "'two'"),
     "gpus": ([*PLAIN, "--num-gpus", "2"], "--num-gpus 2"),
     "optimizer": ([*PLAIN, "--optimizer", "Sgd"], "SGD"),

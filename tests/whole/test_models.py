@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ps.model.passes import Passes
-from ps.protocol import Train
+from ps.protocol import Assignment, Train
 from ps.workload import Workload, fetch
 from tests.helpers import (
     COMPUTE,
@@ -311,9 +311,10 @@ def test_trainers_that_take_turns_see_the_buffers_of_each_other(name: str) -> No
     orders = {trainer: parts.server.next_order(trainer, None).wait() for trainer in (1, 2)}
     for turn in range(20):
         trainer = 1 + turn % 2
-        order = orders[trainer]
-        assert isinstance(order, Train) and order.batch == turn
-        result = workers[trainer].do(order)
+        assignment = orders[trainer]
+        assert isinstance(assignment, Assignment) and isinstance(assignment.order, Train)
+        assert assignment.order.batch == turn
+        result = workers[trainer].do(assignment)
         orders[trainer] = parts.server.next_order(trainer, result).wait()
     assert dict(parts.metrics.staleness) == {0: 20}
     expected = train_alone(workload, updates=20, optimizer=momentum_sgd)
